@@ -1,0 +1,4 @@
+#!/bin/sh
+# See scripts/doctor.sh --help; the work is done by scripts/patchstack/doctor.py.
+. "$(dirname -- "$(readlink -f -- "$0")")/patchstack/start.sh"
+patchstack doctor "$@"

@@ -1,0 +1,168 @@
+"""`doctor`: is this installation the fork, whole, and what will it decode with?"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from . import apply, checks, stack, tree
+from .base import file_sha256
+from .errors import StackError, count, some
+from .progress import Ticker, note
+from .stack import Stack
+
+_INSTALL = "pip install -e vllm"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Check an installation of the fork: the tree, the package that Python "
+        "imports, compiled files, versions against the release's pins, the GPU."
+    )
+    parser.add_argument(
+        "--python",
+        default="python3",
+        metavar="PYTHON",
+        help="the interpreter of the installation (default: %(default)s on PATH)",
+    )
+    parser.add_argument("--json", action="store_true", help="as JSON on stdout")
+
+
+def run(repo: Path, options: argparse.Namespace) -> int:
+    loaded = stack.load(repo)
+    facts = probe(options.python, loaded)
+    found = faults(loaded, facts)
+    if options.json:
+        print(json.dumps({"facts": facts, "faults": found}, indent=1))
+    else:
+        print("\n".join([*_words(loaded, facts), *(f"FAULT    {it}" for it in found)]))
+        if found:
+            raise StackError(
+                f"{count(len(found), 'fault')}: mend each as its line says"
+            )
+    return 1 if found else 0
+
+
+def probe(python: str, loaded: Stack) -> dict[str, Any]:
+    """What the installation's own interpreter says, from a neutral folder."""
+    script = Path(__file__).with_name("probe.py")
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    modules = sorted({*loaded.touched, *loaded.own})
+    note("importing vllm")
+    with tempfile.TemporaryDirectory() as neutral:
+        try:
+            done = subprocess.run(
+                [python, str(script), *(it for it in modules if it.endswith(".py"))],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                env=env,
+                cwd=neutral,
+                check=False,
+            )
+        except OSError as fault:
+            raise StackError(
+                f"cannot run {python}: {fault.strerror}: name the interpreter of the "
+                "installation: --python PYTHON"
+            ) from None
+    # Libraries print what they like on the way; the answer is the last line.
+    lines = done.stdout.strip().splitlines()
+    try:
+        return json.loads(lines[-1])
+    except (IndexError, ValueError):
+        said = done.stderr.strip().splitlines() or ["no message"]
+        raise StackError(f"{python} cannot be inspected: {said[-1]}") from None
+
+
+def faults(loaded: Stack, facts: dict[str, Any]) -> list[str]:
+    """What is wrong, a line each, with what to do about it."""
+    found = []
+    tree_fault = apply.check(loaded, platform.machine())
+    if tree_fault:
+        found.append(tree_fault)
+    found += _package(loaded, facts)
+    found += _binaries(loaded)
+    found += _requirements(facts)
+    if facts["driver"] and not facts["gpus"] and facts["torch"]:
+        found.append(
+            f"there is a GPU, but torch {facts['torch']} does not see it: install the "
+            f"CUDA build of torch and a driver for it ({facts['gpu_error']})"
+        )
+    return found
+
+
+def _package(loaded: Stack, facts: dict[str, Any]) -> list[str]:
+    expected = checks.own_version(loaded.places.tree)
+    if facts["version"] is None:
+        return [f"vllm is not installed for {facts['python']}: {_INSTALL}"]
+    found = []
+    if facts["version"] != expected:
+        found.append(
+            f"vllm {facts['version']} is installed, the tree is {expected}: {_INSTALL}"
+        )
+    package = loaded.places.tree / "vllm"
+    if facts["package"] is None:
+        found.append(f"import vllm fails ({facts['import_error']}): {_INSTALL}")
+    elif Path(facts["package"]).resolve() != package.resolve():
+        found.append(
+            f"import vllm gives {facts['package']}, not {package}: pip uninstall vllm, "
+            f"then {_INSTALL}"
+        )
+    stray = [
+        path
+        for path, origin in facts["modules"].items()
+        if origin and Path(origin).resolve() != (loaded.places.tree / path).resolve()
+    ]
+    if stray:
+        found.append(
+            f"modules come from elsewhere than the tree: {some(stray)}: {_INSTALL}"
+        )
+    return found
+
+
+def _binaries(loaded: Stack) -> list[str]:
+    place = loaded.places.tree
+    libraries = {
+        path: it
+        for path, it in tree.read_wheel_files(place).items()
+        if path.endswith(".so")
+    }
+    ticker = Ticker("checking compiled files")
+    wrong = []
+    for at, (path, laid) in enumerate(libraries.items()):
+        if not (place / path).is_file() or file_sha256(place / path) != laid.sha256:
+            wrong.append(path)
+        ticker.tick(f"{at + 1} of {len(libraries)}")
+    if not wrong:
+        return []
+    return [
+        f"{some(wrong)} differ from the release wheel: scripts/apply.sh --discard-edits"
+    ]
+
+
+def _requirements(facts: dict[str, Any]) -> list[str]:
+    found = [
+        f"{it['name']} {it['found']} is installed, vllm needs {it['wanted']}: "
+        f"pip install '{it['wanted']}'"
+        for it in facts["wrong_versions"]
+    ]
+    if facts["missing"]:
+        found.append(f"not installed: {some(facts['missing'], 6)}: {_INSTALL}")
+    return found
+
+
+def _words(loaded: Stack, facts: dict[str, Any]) -> list[str]:
+    versions = ", ".join(f"{name} {it}" for name, it in facts["versions"].items() if it)
+    gpus = ", ".join(facts["gpus"]) or "none that torch sees"
+    return [
+        f"stack    vLLM {loaded.base.version}, stack {loaded.digest[:12]}",
+        f"python   {facts['python']} ({facts['python_version']})",
+        f"vllm     {facts['version'] or 'not installed'} in {facts['package']}",
+        f"with     {versions or 'none of the packages it builds on'}",
+        f"GPU      {gpus}",
+        f"decode   {facts['decode']}",
+    ]

@@ -1,0 +1,215 @@
+"""Release files from the package index, through a cache keyed by content."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from contextlib import suppress
+from pathlib import Path
+
+from .base import Archive, file_sha256
+from .errors import StackError
+from .progress import PERIOD_S, note
+
+_TOOL = Path(__file__).with_name("unearth.txt")
+
+
+def cache_folder() -> Path:
+    named = os.environ.get("PATCHSTACK_CACHE")
+    if named:
+        return Path(named)
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(home).expanduser() / "vllm-patchstack"
+
+
+def fetch(archive: Archive, version: str, offline: bool) -> Path:
+    """The pinned file, from the cache or the index; its content is verified."""
+    folder = cache_folder() / "archives" / archive.sha256
+    place = folder / archive.file
+    if place.is_file():
+        if file_sha256(place) == archive.sha256:
+            return place
+        note(f"dropped {place}: its content is not what upstream.toml pins")
+        place.unlink()
+    if offline:
+        raise StackError(
+            f"{archive.file} is not in the cache ({cache_folder()}): run once without "
+            f"--offline, or give the file ({_option(archive)} FILE)"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as temporary:
+            _download(archive, version, Path(temporary))
+            fetched = Path(temporary) / archive.file
+            if not fetched.is_file():
+                raise StackError(
+                    f"the package index gave another file than {archive.file}: "
+                    f"check its settings, or give the file ({_option(archive)} FILE)"
+                )
+            verify(fetched, archive)
+            fetched.replace(place)
+    except PermissionError as fault:
+        raise StackError(
+            f"cannot write to the cache: {fault}: set PATCHSTACK_CACHE to a folder "
+            "of yours"
+        ) from None
+    return place
+
+
+def verify(path: Path, archive: Archive) -> None:
+    """Raise `StackError` unless the file is the pinned one."""
+    found = file_sha256(path)
+    if found != archive.sha256:
+        raise StackError(
+            f"{path} is not {archive.file}: sha256 {found[:12]}..., upstream.toml "
+            f"pins {archive.sha256[:12]}...: fetch it again"
+        )
+
+
+def _option(archive: Archive) -> str:
+    return "--wheel" if archive.file.endswith(".whl") else "--from"
+
+
+def _download(archive: Archive, version: str, into: Path) -> None:
+    python = downloader()
+    command = [*selection(python, archive, version), "-d", str(into)]
+    note(f"fetching {archive.file}")
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            env=_downloader_environment(),
+        )
+        try:
+            while process.poll() is None:
+                _report_growth(process, archive, into)
+        finally:
+            process.kill()
+            process.wait()
+        if process.returncode:
+            said.seek(0)
+            lines = said.read().decode(errors="replace").strip().splitlines()
+            raise StackError(
+                f"cannot fetch {archive.file}: {lines[-1] if lines else 'no answer'}: "
+                f"check the network or pip's index settings, or give the file "
+                f"({_option(archive)} FILE)"
+            )
+
+
+def selection(python: Path, archive: Archive, version: str) -> list[str]:
+    """Command that finds the archive on the index; the caller says what to do."""
+    command = [str(python), "-m", "unearth", f"vllm=={version}"]
+    if archive.file.endswith(".whl"):
+        # The wheel of another architecture is as good to fetch as our own.
+        _, abi, platforms = archive.file.removesuffix(".whl").rsplit("-", 2)
+        command += ["--only-binary", "--platforms", platforms.replace(".", ",")]
+        command += ["--abis", abi.replace(".", ",")]
+    else:
+        command += ["--no-binary"]
+    return command + _index_options(python)
+
+
+def _report_growth(
+    process: subprocess.Popen[bytes], archive: Archive, into: Path
+) -> None:
+    deadline = time.monotonic() + PERIOD_S
+    while time.monotonic() < deadline:
+        try:
+            process.wait(0.05)
+            return
+        except subprocess.TimeoutExpired:
+            pass
+    size = sum(file.stat().st_size for file in into.rglob("*") if file.is_file())
+    note(f"fetching {archive.file}: {size >> 20} MiB")
+
+
+def downloader() -> Path:
+    """Python of a private environment that has the downloader, made once."""
+    key = file_sha256(_TOOL)[:12]
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    place = cache_folder() / "tools" / f"unearth-{key}-py{version}"
+    if place.is_dir():
+        return place / "bin" / "python"
+    note("making the downloader's environment")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=place.parent, prefix=".making-") as temporary:
+        made = Path(temporary) / "env"
+        _make_downloader(made)
+        # Another run may have been quicker; the two are the same.
+        with suppress(OSError):
+            made.rename(place)
+    return place / "bin" / "python"
+
+
+def _make_downloader(place: Path) -> None:
+    by_hand = "or give the files: scripts/apply.sh --from SDIST --wheel WHEEL"
+    try:
+        venv.create(place, with_pip=True, symlinks=True)
+    except (subprocess.CalledProcessError, OSError):
+        raise StackError(
+            f"{sys.executable} cannot make a virtual environment: install its venv "
+            f"and pip modules (python3-venv), {by_hand}"
+        ) from None
+    # Dependencies are all pinned: the resolver has nothing to decide.
+    command = [place / "bin" / "python", "-m", "pip", "install", "-q", "--no-deps"]
+    done = subprocess.run(
+        [*map(str, command), "--require-hashes", "-r", str(_TOOL)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        raise StackError(
+            f"cannot install the downloader: {lines[-1]}: check the network or pip's "
+            f"index settings, {by_hand}"
+        )
+
+
+def _index_options(python: Path) -> list[str]:
+    """pip's own settings, so that a private mirror set up for pip serves us too."""
+    done = subprocess.run(
+        [python, "-m", "pip", "config", "list"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    settings: dict[str, list[str]] = {}
+    for line in done.stdout.splitlines():
+        name, _, value = line.partition("=")
+        scope, _, key = name.rpartition(".")
+        # pip's order of precedence: the environment comes last and wins.
+        if scope in ("global", "download", ":env:"):
+            settings[key] = value.strip("'\"").split()
+    options = []
+    indexes = settings.get("index-url", []) + settings.get("extra-index-url", [])
+    if indexes and "index-url" not in settings:
+        indexes.insert(0, _default_index(python))
+    for key, values in (
+        ("--index-url", indexes),
+        ("--find-link", settings.get("find-links", [])),
+        ("--trusted-host", settings.get("trusted-host", [])),
+    ):
+        options += [part for value in values for part in (key, value)]
+    return options
+
+
+def _default_index(python: Path) -> str:
+    command = "from pip._internal.models.index import PyPI; print(PyPI.simple_url)"
+    done = subprocess.run(
+        [python, "-c", command], capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def _downloader_environment() -> dict[str, str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    if "PIP_CERT" in env:
+        env.setdefault("SSL_CERT_FILE", env["PIP_CERT"])
+    return env

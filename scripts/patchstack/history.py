@@ -1,0 +1,217 @@
+"""The tree's own git history: the release, the base, one commit for each patch.
+
+Everything here works on objects and a private index, never on the files of the
+tree.  Commits depend on the stack alone, so their ids are the same everywhere.
+Application is strict: git itself accepts a hunk that has moved, so each file
+must be, before and after, exactly the text that the patch was made for.
+"""
+
+import email.utils
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from .base import Base
+from .errors import StackError, some
+from .gitcmd import Git, GitError, ignore_attributes
+from .patches import FileDiff, Patch, parse_diff
+
+BRANCH = "refs/heads/stack"
+RELEASE = "refs/patchstack/release"
+
+_BASE_PERSON = "upstream <upstream@localhost>"
+_BASE_DATE = "Thu, 01 Jan 2026 00:00:00 +0000"
+_ABSENT = "0" * 40
+_REMAKE = "make the edit again in the tree and run scripts/refresh.sh"
+
+
+class PatchFailure(StackError):
+    """A patch that does not apply exactly."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """The commits of a stack: `commits[0]` is the base, then one a patch."""
+
+    commits: list[str]
+
+    @property
+    def head(self) -> str:
+        return self.commits[-1]
+
+
+class History:
+    def __init__(self, git_dir: Path) -> None:
+        self.git_dir = git_dir
+        self.git = Git(git_dir)
+
+    def exists(self) -> bool:
+        return (self.git_dir / "HEAD").is_file()
+
+    def create(self) -> None:
+        Git(self.git_dir).run("init", "-q", "--bare", "--template=")
+        ignore_attributes(self.git_dir)
+        # With a work tree named on the command line, plain git then works here.
+        self.git.run("config", "core.bare", "false")
+        self.git.run("config", "core.autocrlf", "false")
+        self.git.run("config", "status.showUntrackedFiles", "no")
+        self.git.run("symbolic-ref", "HEAD", BRANCH)
+
+    def record_release(self, root: Path, paths: Iterable[str], index: Path) -> str:
+        """Store the files `paths` of the folder `root`; returns their tree's id."""
+        listed = "\0".join(paths).encode() + b"\0"
+        git = Git(self.git_dir, root, index)
+        git.run("update-index", "--add", "-z", "--stdin", stdin=listed)
+        return git.line("write-tree")
+
+    def files(self, tree: str) -> dict[str, tuple[str, str]]:
+        """Path -> (mode, blob id) of a tree or commit."""
+        out = self.git.run("ls-tree", "-r", "-z", tree).decode()
+        found = {}
+        for entry in out.split("\0")[:-1]:
+            meta, path = entry.split("\t", 1)
+            mode, _, blob = meta.split()
+            found[path] = (mode, blob)
+        return found
+
+    def blob(self, blob: str) -> bytes:
+        return self.git.run("cat-file", "blob", blob)
+
+    def store(self, data: bytes) -> str:
+        return self.git.line("hash-object", "-w", "--stdin", stdin=data)
+
+    def tree_of(self, commit: str) -> str:
+        return self.git.line("rev-parse", f"{commit}^{{tree}}")
+
+    def with_blobs(self, tree: str, blobs: Mapping[str, tuple[str, str]]) -> str:
+        """The tree with some files set to (mode, blob id)."""
+        with self._index() as git:
+            git.run("read-tree", tree)
+            lines = "".join(
+                f"{mode} {blob}\t{path}\0" for path, (mode, blob) in blobs.items()
+            )
+            git.run("update-index", "-z", "--index-info", stdin=lines.encode())
+            return git.line("write-tree")
+
+    def diff(self, where: str, before: str, after: str) -> list[FileDiff]:
+        """Files that differ between two trees, as edits."""
+        out = self.git.run(
+            "diff-tree", "-r", "-p", "--full-index", "--no-renames", "--no-ext-diff",
+            "--no-textconv", "--no-color", "--unified=3", "--inter-hunk-context=0",
+            "--diff-algorithm=histogram", "--indent-heuristic", "--src-prefix=a/",
+            "--dst-prefix=b/", before, after,
+        )  # fmt: skip
+        return parse_diff(where, out)
+
+    def build(self, release: str, base: Base, patches: Iterable[Patch]) -> Built:
+        """Commit base and patches; raises `PatchFailure` at the first that fails."""
+        tree = self.trim(release, base)
+        message = f"vLLM {base.version}\n"
+        commits = [self.commit(tree, None, _BASE_PERSON, _BASE_DATE, message)]
+        files = self.files(tree)
+        with self._index() as git:
+            git.run("read-tree", tree)
+            for patch in patches:
+                self._apply(git, patch, files)
+                tree = git.line("write-tree")
+                commits.append(self.commit_patch(tree, commits[-1], patch))
+        return Built(commits)
+
+    def applies_alone(self, base_commit: str, patch: Patch) -> bool:
+        """Whether git can apply the patch to the base without those before it."""
+        with self._index() as git:
+            git.run("read-tree", base_commit)
+            try:
+                git.run("apply", "--cached", "--check", "-", stdin=patch.diff())
+            except GitError:
+                return False
+        return True
+
+    def trim(self, tree: str, base: Base) -> str:
+        """The tree without what gives way to the stack."""
+        gone = [path for path in self.files(tree) if base.gives_way(path)]
+        with self._index() as git:
+            git.run("read-tree", tree)
+            listed = "".join(f"{path}\0" for path in gone).encode()
+            git.run("update-index", "--force-remove", "-z", "--stdin", stdin=listed)
+            return git.line("write-tree")
+
+    def commit_patch(self, tree: str, parent: str, patch: Patch) -> str:
+        return self.commit(tree, parent, patch.author, patch.date, patch.message)
+
+    def commit(
+        self, tree: str, parent: str | None, author: str, date: str, message: str
+    ) -> str:
+        name, address = email.utils.parseaddr(author)
+        who = {}
+        for role in ("AUTHOR", "COMMITTER"):
+            who[f"GIT_{role}_NAME"] = name or address
+            who[f"GIT_{role}_EMAIL"] = address
+            who[f"GIT_{role}_DATE"] = date
+        parents = ("-p", parent) if parent else ()
+        out = self.git.run(
+            "commit-tree", tree, *parents, "-F", "-", stdin=message.encode(), extra=who
+        )
+        return out.decode().strip()
+
+    def set_release(self, tree: str, version: str) -> None:
+        message = f"vLLM {version}, whole\n"
+        commit = self.commit(tree, None, _BASE_PERSON, _BASE_DATE, message)
+        self.git.run("update-ref", RELEASE, commit)
+
+    def commits(self, head: str) -> set[str]:
+        """A commit and those before it."""
+        return set(self.git.line("rev-list", head).split())
+
+    def set_head(self, commit: str) -> None:
+        self.git.run("update-ref", BRANCH, commit)
+
+    def head(self) -> str | None:
+        try:
+            return self.git.line("rev-parse", "--verify", "-q", BRANCH)
+        except GitError:
+            return None
+
+    def _apply(self, git: Git, patch: Patch, files: dict[str, tuple[str, str]]) -> None:
+        where = f"patches/{patch.name}"
+        for file in patch.files:
+            _, blob = files.get(file.path, ("", _ABSENT))
+            if blob == file.before:
+                line = file.misfit(self.blob(blob))
+                if line is None:
+                    continue
+                raise PatchFailure(
+                    f"{where} does not fit {file.path} at line {line}: {_REMAKE}"
+                )
+            if blob == file.after:
+                raise PatchFailure(
+                    f"{where}: {file.path} already has this edit: upstream took it, "
+                    "so take the patch off patches/series"
+                )
+            if blob == _ABSENT:
+                raise PatchFailure(
+                    f"{where}: {file.path} is not in the base: {_REMAKE}"
+                )
+            raise PatchFailure(
+                f"{where} was made for another text of {file.path} "
+                f"({file.before[:12]}, found {blob[:12]}): {_REMAKE}"
+            )
+        git.run("apply", "--cached", "-", stdin=patch.diff())
+        out = git.run("ls-files", "-s", "-z", "--", *patch.touches).decode()
+        for entry in out.split("\0")[:-1]:
+            meta, path = entry.split("\t", 1)
+            mode, blob, _ = meta.split()
+            files[path] = (mode, blob)
+        moved = [file.path for file in patch.files if files[file.path][1] != file.after]
+        if moved:
+            raise PatchFailure(
+                f"{where} would change {some(moved)} in another way than it was made "
+                f"to (it was edited by hand): {_REMAKE}"
+            )
+
+    @contextmanager
+    def _index(self) -> Iterator[Git]:
+        with tempfile.TemporaryDirectory() as temporary:
+            yield Git(self.git_dir, index=Path(temporary) / "index")

@@ -1,0 +1,51 @@
+"""Own files: the whole files we wrote, at their final paths in the tree.
+
+`vllm/.gitignore` is their manifest: it ignores everything except the chain of
+folders that leads to each of them.  So the list needs no git metadata, and the
+upstream files that `apply` lays beside them never show up in `git status`.
+"""
+
+from pathlib import Path, PurePosixPath
+
+from .errors import StackError
+
+MANIFEST = ".gitignore"
+
+_HEAD = """\
+# The files of this folder that are ours; the rest comes from scripts/apply.sh.
+# Written by scripts/refresh.sh --own PATH (or --disown PATH).
+"""
+
+
+def parse(text: str) -> list[str]:
+    """Own paths, sorted, relative to the tree."""
+    kept = [line[2:] for line in text.splitlines() if line.startswith("!/")]
+    return sorted(path for path in kept if not path.endswith("/"))
+
+
+def render(paths: list[str]) -> str:
+    """The manifest that keeps exactly `paths`."""
+    lines = ["/*"]
+    opened: set[str] = set()
+    for path in sorted(paths):
+        for folder in reversed(PurePosixPath(path).parents[:-1]):
+            if str(folder) not in opened:
+                opened.add(str(folder))
+                lines += [f"!/{folder}/", f"/{folder}/*"]
+        lines.append(f"!/{path}")
+    return _HEAD + "\n".join(lines) + "\n"
+
+
+def load(tree: Path) -> list[str]:
+    """Own paths of the manifest in `tree`; raises `StackError` if it is not ours."""
+    path = tree / MANIFEST
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise StackError(
+            f"{path} is missing: restore it (git checkout -- vllm)"
+        ) from None
+    paths = parse(text)
+    if MANIFEST not in paths:
+        raise StackError(f"{path} is not the list of own files: restore it from git")
+    return paths

@@ -1,0 +1,54 @@
+"""Fixtures: checkouts of small stacks on a small synthetic upstream.
+
+Each test gets a copy of its own; making one from nothing would cost seconds.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPO / "scripts"))
+
+import synthetic
+
+
+@pytest.fixture(scope="session")
+def upstream(tmp_path_factory):
+    """The release that the synthetic stacks are made for."""
+    return synthetic.make_upstream(tmp_path_factory.mktemp("upstream"), "9.9.0")
+
+
+@pytest.fixture(scope="session")
+def _bare(tmp_path_factory, upstream):
+    return synthetic.make_checkout(tmp_path_factory.mktemp("bare"), upstream)
+
+
+@pytest.fixture(scope="session")
+def _stacked(tmp_path_factory, _bare):
+    """Applied, with two patches, all in git."""
+    checkout = _bare.copy(tmp_path_factory.mktemp("stacked"))
+    checkout.ok("apply")
+    checkout.edit(
+        "vllm/engine.py",
+        "    return step\n\n\ndef stop",
+        "    return step + 1\n\n\ndef stop",
+    )
+    checkout.ok("refresh", "step-by-two", *synthetic.header("Step by two"))
+    checkout.edit("vllm/layers.py", "WIDTH = 8", "WIDTH = 16")
+    checkout.ok("refresh", "wide-layers", *synthetic.header("Widen the layers"))
+    checkout.commit()
+    return checkout
+
+
+@pytest.fixture
+def bare(_bare, tmp_path):
+    """A checkout without patches, not applied."""
+    return _bare.copy(tmp_path / "bare")
+
+
+@pytest.fixture
+def stacked(_stacked, tmp_path):
+    """A checkout with two patches, applied and committed."""
+    return _stacked.copy(tmp_path / "stacked")

@@ -1,0 +1,352 @@
+"""A small upstream and checkouts of small stacks on it."""
+
+import base64
+import hashlib
+import io
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from patchstack import own
+
+REPO = Path(__file__).resolve().parents[2]
+MACHINE = platform.machine()
+UNREACHABLE = "http://127.0.0.1:9/simple"
+
+ENGINE = """\
+def start(step):
+    step = step * 2
+    step = step + 0
+    return step
+
+
+def stop(step):
+    step = step * 2
+    step = step + 0
+    return step
+
+
+def wait(seconds):
+    return seconds
+"""
+
+RELEASE = {
+    ".gitignore": "*.csv\n*.so\n",
+    "LICENSE": "".join(f"Clause {n}.\n" for n in range(60)),
+    "PKG-INFO": "Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n\nText\n",
+    "README.md": "An engine.\n",
+    "docs/naïve guide.md": "Read me.\n",
+    "pyproject.toml": "[build-system]\nrequires = ['torch']\n",
+    "setup.py": "raise SystemExit('compiles')\n",
+    "tools/run.sh": "#!/bin/sh\necho run\n",
+    "vllm.egg-info/PKG-INFO": "Version: {version}\n",
+    "vllm/__init__.py": "from ._version import __version__\n",
+    "vllm/_version.py": "__version__ = '{version}'\n",
+    "vllm/dos.py": "A = 1\r\nB = 2\r\nC = 3\r\n",
+    "vllm/empty/__init__.py": "",
+    "vllm/engine.py": ENGINE,
+    "vllm/layers.py": "WIDTH = 8\n\n\ndef layers():\n    return WIDTH\n",
+}
+EXECUTABLE = ("tools/run.sh",)
+LINKS = {"docs/README.md": "../README.md"}
+WHEEL_ONLY = {
+    "vllm/_C.abi3.so": b"\x7fELF compiled \0 for " + MACHINE.encode(),
+    "vllm/third_party/vendored.py": b"VENDORED = True\n",
+}
+
+OWN = {
+    "pyproject.toml": (REPO / "vllm" / "pyproject.toml").read_text(),
+    "stack_backend.py": (REPO / "vllm" / "stack_backend.py").read_text(),
+    "vllm/_version.py": '__version__ = "9.9.0+ours.1"\n',
+    "vllm/ours.py": "OURS = True\n",
+}
+REPLACED = (".gitignore", "pyproject.toml", "vllm/_version.py")
+REMOVED = ("setup.py", "vllm.egg-info/")
+
+
+@dataclass(frozen=True)
+class Upstream:
+    version: str
+    files: dict[str, bytes]
+    sdist: Path
+    wheel: Path
+
+
+def make_upstream(folder: Path, version: str, changes: dict[str, str] | None = None):
+    """Write sdist and wheel of a release; `changes` replaces files by path."""
+    texts = RELEASE | (changes or {})
+    files = {
+        path: text.replace("{version}", version).encode()
+        for path, text in texts.items()
+    }
+    sdist = folder / f"vllm-{version}.tar.gz"
+    write_sdist(sdist, f"vllm-{version}", files)
+    wheel = folder / f"vllm-{version}-cp38-abi3-manylinux_2_28_{MACHINE}.whl"
+    package = {path: it for path, it in files.items() if path.startswith("vllm/")}
+    write_wheel(wheel, version, package | WHEEL_ONLY)
+    return Upstream(version, files, sdist, wheel)
+
+
+def write_sdist(path: Path, top: str, files: dict[str, bytes], links=None) -> None:
+    with tarfile.open(path, "w:gz") as tar:
+        for name, data in files.items():
+            member = tarfile.TarInfo(f"{top}/{name}")
+            member.size = len(data)
+            member.mode = 0o775 if name in EXECUTABLE else 0o664
+            member.uid = member.gid = 4242
+            tar.addfile(member, io.BytesIO(data))
+        for name, target in (LINKS if links is None else links).items():
+            member = tarfile.TarInfo(f"{top}/{name}")
+            member.type, member.linkname = tarfile.SYMTYPE, target
+            tar.addfile(member)
+
+
+def write_wheel(path: Path, version: str, files: dict[str, bytes]) -> None:
+    info = f"vllm-{version}.dist-info"
+    record = ""
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in files.items():
+            member = zipfile.ZipInfo(name, (2026, 1, 2, 3, 4, 6))
+            executable = name.endswith(".so")
+            member.external_attr = (0o100755 if executable else 0o100644) << 16
+            archive.writestr(member, data)
+            digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest())
+            record += f'"{name}",sha256={digest.decode().rstrip("=")},{len(data)}\n'
+        archive.writestr(f"{info}/RECORD", record + f"{info}/RECORD,,\n")
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def header(subject: str) -> list[str]:
+    return [
+        *("--subject", subject, "--why", "it is needed", "--upstream-status", "none"),
+        *("--drop-when", "tests/x.py::test_y", "--tests", "tests/x.py"),
+    ]
+
+
+@dataclass(frozen=True)
+class Checkout:
+    """A repository with the real tool, on a synthetic upstream."""
+
+    repo: Path
+    upstream: Upstream
+    cache: Path
+    env: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def tree(self) -> Path:
+        return self.repo / "vllm"
+
+    def copy(self, folder: Path) -> "Checkout":
+        repo = folder / "a checkout, kopië"
+        folder.mkdir(exist_ok=True)
+        shutil.copytree(self.repo, repo, symlinks=True)
+        cache = folder / "cache"
+        shutil.copytree(self.cache, cache)
+        return Checkout(repo, self.upstream, cache)
+
+    def environment(self) -> dict[str, str]:
+        home = self.repo.parent / "home"
+        home.mkdir(exist_ok=True)
+        # The interpreter of the tests is the python3 of the scripts.
+        python = self.repo.parent / "bin"
+        python.mkdir(exist_ok=True)
+        if not (python / "python3").exists():
+            (python / "python3").symlink_to(sys.executable)
+        env = {
+            k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "PYTHON"))
+        }
+        return env | {
+            "HOME": str(home),
+            "PATH": f"{python}:{os.environ['PATH']}",
+            "PATCHSTACK_CACHE": str(self.cache),
+            "PIP_INDEX_URL": UNREACHABLE,
+            "PIP_CONFIG_FILE": os.devnull,
+            "PIP_RETRIES": "0",
+            **self.env,
+        }
+
+    def run(self, command: str, *args: str, cwd: Path | None = None):
+        """Run `scripts/COMMAND.sh`."""
+        script = self.repo / "scripts" / f"{command}.sh"
+        return subprocess.run(
+            [script, *args],
+            env=self.environment(),
+            cwd=cwd or self.repo,
+            capture_output=True,
+            text=True,
+        )
+
+    def ok(self, command: str, *args: str, cwd: Path | None = None) -> str:
+        done = self.run(command, *args, cwd=cwd)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def fails(self, command: str, *args: str, code: int = 1) -> str:
+        """The error line of a run that must fail."""
+        done = self.run(command, *args)
+        assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
+        assert "Traceback" not in done.stderr, done.stderr
+        errors = [line for line in done.stderr.splitlines() if line[:2] != "  "]
+        assert len(errors) == 1, done.stderr
+        return errors[0].removeprefix("error: ")
+
+    def inject(self, point: str, *command: str) -> list[str]:
+        """Command line of the tool with an event at a point in it."""
+        driver = Path(__file__).with_name("inject.py")
+        return [sys.executable, "-P", str(driver), str(self.repo), point, *command]
+
+    def edit(self, path: str, old: str, new: str) -> None:
+        place = self.tree / path
+        text = place.read_bytes().decode()
+        assert old in text
+        place.write_bytes(text.replace(old, new, 1).encode())
+
+    def text(self, path: str) -> str:
+        return (self.tree / path).read_bytes().decode()
+
+    def patch(self, name: str) -> Path:
+        return self.repo / "patches" / name
+
+    def commit(self) -> None:
+        self.git("add", "-A")
+        self.git("commit", "-q", "-m", "state")
+
+    def git(self, *args: str) -> str:
+        identity = ["-c", "user.name=Ada", "-c", "user.email=ada@example.org"]
+        done = subprocess.run(
+            ["git", *identity, *args], cwd=self.repo, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def snapshot(self) -> dict[str, bytes]:
+        """All that a failed run must leave as it was: tree, history, stack."""
+        found = {}
+        for top in ("vllm", ".tree.git", "patches", "upstream.toml"):
+            start = self.repo / top
+            for path in [start, *start.rglob("*")]:
+                name = str(path.relative_to(self.repo))
+                if path.is_symlink():
+                    found[name] = b"-> " + os.fsencode(path.readlink())
+                elif path.is_file():
+                    mode = b"x " if path.stat().st_mode & 0o100 else b"- "
+                    found[name] = mode + path.read_bytes()
+        # Objects no commit reaches, and what the index knows of file times.
+        return {
+            name: data
+            for name, data in found.items()
+            if not name.startswith((".tree.git/objects/", ".tree.git/index"))
+        }
+
+    def content(self) -> dict[str, bytes]:
+        """Files of the tree, markers aside."""
+        return {
+            name: data
+            for name, data in self.snapshot().items()
+            if name.startswith("vllm/") and "/.stack." not in name
+        }
+
+
+def make_checkout(folder: Path, upstream: Upstream) -> Checkout:
+    """A repository with own files and pins, but no patches, not applied."""
+    repo, cache = folder / "repo", folder / "cache"
+    repo.mkdir()
+    ignored = shutil.ignore_patterns("__pycache__", ".*_cache")
+    (repo / "scripts").mkdir()
+    shutil.copytree(
+        REPO / "scripts" / "patchstack", repo / "scripts" / "patchstack", ignore=ignored
+    )
+    for name in ("apply", "refresh", "status", "doctor"):
+        shutil.copy2(REPO / "scripts" / f"{name}.sh", repo / "scripts")
+    shutil.copy2(REPO / ".gitignore", repo)
+    for path, text in OWN.items():
+        place = repo / "vllm" / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text)
+    (repo / "vllm" / ".gitignore").write_text(own.render([".gitignore", *OWN]))
+    (repo / "upstream.toml").write_text(pins(upstream))
+    (repo / "patches").mkdir()
+    (repo / "patches" / "series").write_text("")
+    for archive in (upstream.sdist, upstream.wheel):
+        place = cache / "archives" / sha256(archive.read_bytes())
+        place.mkdir(parents=True)
+        shutil.copy2(archive, place)
+    checkout = Checkout(repo, upstream, cache)
+    checkout.git("init", "-q")
+    checkout.commit()
+    return checkout
+
+
+def pins(upstream: Upstream) -> str:
+    """`upstream.toml` of a stack on this release."""
+    lines = ["[base]", f'version = "{upstream.version}"']
+    sdist = upstream.sdist
+    lines.append(
+        f'sdist = {{ file = "{sdist.name}", sha256 = "{sha256(sdist.read_bytes())}" }}'
+    )
+    wheel = upstream.wheel
+    lines += [
+        "[base.wheels]",
+        f'{MACHINE} = {{ file = "{wheel.name}", '
+        f'sha256 = "{sha256(wheel.read_bytes())}" }}',
+        "",
+        "# What patches edit.",
+        "[touches]",
+        "",
+        "# Ours instead.",
+    ]
+    for path in REPLACED:
+        lines += _pin("replaces", path, sha256(upstream.files[path]))
+    for path in REMOVED:
+        if path.endswith("/"):
+            digest = _folder_digest(upstream.files, path)
+        else:
+            digest = sha256(upstream.files[path])
+        lines += _pin("removes", path, digest)
+    return "\n".join(lines) + "\n"
+
+
+def _pin(kind: str, path: str, digest: str) -> list[str]:
+    return [
+        f"[[{kind}]]",
+        f'path = "{path}"',
+        f'sha256 = "{digest}"',
+        'why = "ours is better"',
+        "",
+    ]
+
+
+def _folder_digest(files: dict[str, bytes], folder: str) -> str:
+    listing = "".join(
+        f"{sha256(data)}  {path.removeprefix(folder)}\n"
+        for path, data in sorted(files.items())
+        if path.startswith(folder)
+    )
+    return sha256(listing.encode())
+
+
+def expected_tree(checkout: Checkout, patched: dict[str, bytes]) -> dict[str, bytes]:
+    """What the tree must hold: release, wheel, own files, `patched` texts."""
+    files = {
+        path: data
+        for path, data in checkout.upstream.files.items()
+        if not path.startswith(REMOVED)
+    }
+    files |= WHEEL_ONLY | patched
+    files |= {path: text.encode() for path, text in OWN.items()}
+    files[".gitignore"] = own.render([".gitignore", *OWN]).encode()
+    tree = {
+        f"vllm/{path}": (b"x " if path in EXECUTABLE or path.endswith(".so") else b"- ")
+        + data
+        for path, data in files.items()
+    }
+    return tree | {f"vllm/{path}": f"-> {to}".encode() for path, to in LINKS.items()}

@@ -1,0 +1,238 @@
+"""`status` and its rules, each broken once."""
+
+import json
+import shutil
+
+import pytest
+import synthetic
+
+
+def faults(checkout):
+    done = checkout.run("status", "--check", "--json")
+    found = json.loads(done.stdout)["faults"]
+    assert done.returncode == bool(found)
+    return found
+
+
+def test_words(stacked):
+    stacked.edit("vllm/dos.py", "A = 1", "A = 2")
+    (stacked.tree / "vllm" / "ours.py").write_text("OURS = 2\n")
+    (stacked.tree / "vllm" / "new.py").write_text("NEW = 1\n")
+    facts = json.loads(stacked.ok("status", "--json"))
+    digest = facts["stack"][:12]
+    assert stacked.ok("status").splitlines() == [
+        f"base     vLLM 9.9.0, fork 9.9.0+ours.1, stack {digest}",
+        f"tree     applied from the sdist for {synthetic.MACHINE}",
+        "patches  2",
+        "  0001-step-by-two.patch: applied, upstream none, quotes 7 of 40 lines: Step "
+        "by two",
+        "  0002-wide-layers.patch: applied, upstream none, quotes 4 of 40 lines: Widen "
+        "the layers",
+        "own      5 files, 3 in place of upstream's",
+        "  edited: vllm/ours.py",
+        "edit     modified: vllm/vllm/dos.py (scripts/refresh.sh [TOPIC])",
+        "edit     added: vllm/vllm/new.py (in no patch and ignored by git: "
+        "scripts/refresh.sh --own PATH)",
+        "drift    vllm/ has local edits (changed: vllm/dos.py; new: vllm/new.py): keep "
+        "them with scripts/refresh.sh TOPIC (new files: --own PATH) or drop them with "
+        "--discard-edits",
+    ]
+    assert facts["edits"]["modified"] == ["vllm/dos.py"]
+    assert facts["edits"]["added"] == ["vllm/new.py"]
+    assert [row["state"] for row in facts["patches"]] == ["applied", "applied"]
+
+
+def test_states(bare, stacked):
+    assert "tree     not applied" in bare.ok("status")
+    patch = stacked.patch("0002-wide-layers.patch")
+    patch.write_bytes(patch.read_bytes().replace(b"it is needed", b"wide is better"))
+    rows = json.loads(stacked.ok("status", "--json"))["patches"]
+    assert [row["state"] for row in rows] == ["applied", "changed since apply"]
+    patch.write_bytes(patch.read_bytes().replace(b"-WIDTH = 8", b"-WIDTH = 9"))
+    rows = json.loads(stacked.ok("status", "--json"))["patches"]
+    assert [row["state"] for row in rows] == ["unknown", "fails"]
+
+
+def test_all_rules_hold(stacked):
+    assert faults(stacked) == []
+
+
+def rewrite(path, old, new):
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def own_upstream_text(it):
+    data = it.upstream.files["vllm/engine.py"]
+    (it.repo / "scripts" / "copied.py").write_bytes(data)
+    it.git("add", "-A")
+
+
+def own_wheel_file(it):
+    data = synthetic.WHEEL_ONLY["vllm/third_party/vendored.py"]
+    (it.repo / "copied.py").write_bytes(data)
+    it.git("add", "-A")
+
+
+def add_foreign_file(it):
+    it.git("add", "-f", "vllm/README.md")
+
+
+def add_own_file(it):
+    (it.tree / "vllm" / "more.py").write_text("MORE = 1\n")
+    it.ok("refresh", "--own", "vllm/vllm/more.py")
+
+
+def touch_series(it):
+    (it.patch("0009-left.patch")).write_text("")
+
+
+def drop_budget(it):
+    with (it.repo / "upstream.toml").open("a") as pins:
+        pins.write('[[budget]]\npatch = "gone"\nlines = 60\nwhy = "x"\n')
+        pins.write('[[budget]]\npatch = "wide-layers"\nlines = 40\nwhy = "x"\n')
+
+
+@pytest.mark.parametrize(
+    ("breaks", "expected"),
+    [
+        (
+            lambda it: rewrite(
+                it.patch("0001-step-by-two.patch"), "Why: it", "Whyy: it"
+            ),
+            [
+                "vllm/ was made from another stack: run scripts/apply.sh",
+                "patches/0001-step-by-two.patch: no Why: line",
+            ],
+        ),
+        (
+            touch_series,
+            ["patches/0009-left.patch is not in patches/series: add or delete it"],
+        ),
+        (
+            lambda it: rewrite(
+                it.repo / "upstream.toml", '"vllm/layers.py"', '"vllm/x"'
+            ),
+            [
+                "upstream.toml: [touches] and the patches disagree on vllm/layers.py: "
+                "run scripts/refresh.sh --pins",
+                "upstream.toml: [touches] and the patches disagree on vllm/x: run "
+                "scripts/refresh.sh --pins",
+            ],
+        ),
+        (
+            lambda it: rewrite(
+                it.repo / "upstream.toml",
+                synthetic.sha256(it.upstream.files["vllm/layers.py"]),
+                "0" * 64,
+            ),
+            [
+                "upstream.toml: [touches] has another sha256 of vllm/layers.py than "
+                "the release: run scripts/refresh.sh --pins"
+            ],
+        ),
+        (
+            drop_budget,
+            [
+                "upstream.toml: [[budget]] for 'gone', which is no patch: drop it",
+                "upstream.toml: the [[budget]] of 'wide-layers' needs more than 40 "
+                "lines and a why",
+            ],
+        ),
+        (
+            own_upstream_text,
+            ["scripts/copied.py is upstream's vllm/engine.py: take it out of git"],
+        ),
+        (
+            own_wheel_file,
+            [
+                "copied.py is upstream's vllm/third_party/vendored.py: take it out of "
+                "git"
+            ],
+        ),
+        (
+            add_foreign_file,
+            [
+                "vllm/README.md is upstream's README.md: take it out of git",
+                "vllm/README.md is in git but no own file: scripts/refresh.sh --own "
+                "vllm/README.md, or git rm it",
+            ],
+        ),
+        (
+            add_own_file,
+            [
+                "own file vllm/vllm/more.py is not in git: git add vllm/vllm/more.py",
+            ],
+        ),
+        (
+            lambda it: (it.tree / "vllm" / "ours.py").unlink(),
+            ["own file vllm/vllm/ours.py is missing: restore it, or --disown it"],
+        ),
+        (
+            lambda it: rewrite(it.tree / ".gitignore", "# The", "#  The"),
+            ["vllm/.gitignore is not as scripts/refresh.sh --own writes it: use that"],
+        ),
+        (
+            lambda it: rewrite(it.tree / "vllm" / "_version.py", "9.9.0+", "9.8.0+"),
+            ["vllm/vllm/_version.py says 9.8.0+ours.1: make it 9.9.0+LOCAL"],
+        ),
+        (
+            lambda it: rewrite(it.tree / "vllm" / "_version.py", "ours", "cpu"),
+            [
+                "vllm/vllm/_version.py says 9.9.0+cpu.1: vLLM takes 'cpu' for a "
+                "CPU build"
+            ],
+        ),
+        (
+            lambda it: shutil.rmtree(it.repo / ".tree.git"),
+            ["the tree's history is gone or changed: run scripts/apply.sh"],
+        ),
+    ],
+)
+def test_broken_rule(stacked, breaks, expected):
+    breaks(stacked)
+    assert faults(stacked) == expected
+
+
+def test_patch_that_needs_another(stacked):
+    stacked.edit("vllm/layers.py", "WIDTH = 16", "WIDTH = 16\nDEPTH = WIDTH")
+    stacked.ok("refresh", "deep", *synthetic.header("Deepen the layers"))
+    stacked.commit()
+    assert faults(stacked) == [
+        "patches/0003-deep.patch does not apply to the base alone: fold it into the "
+        "patch it builds on"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("breaks", "error"),
+    [
+        (
+            lambda it: (it.repo / "upstream.toml").write_text("[base\n"),
+            "upstream.toml is not valid TOML",
+        ),
+        (
+            lambda it: (it.repo / "upstream.toml").write_text("[base]\n"),
+            "upstream.toml lacks or misshapes an entry: 'version'",
+        ),
+        (
+            lambda it: it.patch("0001-step-by-two.patch").unlink(),
+            "patches/0001-step-by-two.patch is in patches/series but missing",
+        ),
+        (
+            lambda it: it.patch("series").write_text(
+                "0002-wide-layers.patch\n0001-step-by-two.patch\n"
+            ),
+            "patches/series is not in the order of the patch numbers",
+        ),
+        (
+            lambda it: (it.tree / ".gitignore").write_text("*.csv\n"),
+            "vllm/.gitignore is not the list of own files: restore it from git",
+        ),
+    ],
+)
+@pytest.mark.parametrize("command", ["status", "apply"])
+def test_unreadable_stack(stacked, command, breaks, error):
+    breaks(stacked)
+    assert error in stacked.fails(command)

@@ -1,0 +1,69 @@
+"""Build backend of the tree: an editable install of what scripts/apply.sh made.
+
+It refuses every tree that is not whole, because the failure would otherwise show
+only when the package is used.  The rest is setuptools.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from setuptools import build_meta
+
+_TREE = Path(__file__).resolve().parent
+_APPLY = "run scripts/apply.sh, then pip install -e vllm"
+
+
+def _refuse_unless_applied() -> None:
+    try:
+        marker = json.loads((_TREE / ".stack.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        sys.exit(f"error: this tree is not applied: {_APPLY}")
+    scripts = _TREE.parent / "scripts"
+    # A tree that was copied away from its stack has only the marker to go by.
+    if not (scripts / "patchstack").is_dir():
+        return
+    sys.path.insert(0, str(scripts))
+    # Half written bytecode, from a full disk, would break the scripts themselves.
+    sys.dont_write_bytecode = True
+    from patchstack import stack
+    from patchstack.errors import StackError
+
+    try:
+        digest = stack.load(_TREE.parent).digest
+    except StackError as fault:
+        sys.exit(f"error: {fault}")
+    if marker.get("digest") != digest:
+        sys.exit(f"error: this tree was made from another stack: {_APPLY}")
+
+
+def get_requires_for_build_editable(config_settings=None):
+    _refuse_unless_applied()
+    return build_meta.get_requires_for_build_editable(config_settings)
+
+
+def prepare_metadata_for_build_editable(metadata_directory, config_settings=None):
+    _refuse_unless_applied()
+    return build_meta.prepare_metadata_for_build_editable(
+        metadata_directory, config_settings
+    )
+
+
+def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
+    _refuse_unless_applied()
+    return build_meta.build_editable(
+        wheel_directory, config_settings, metadata_directory
+    )
+
+
+def get_requires_for_build_wheel(config_settings=None):
+    _refuse_unless_applied()
+    sys.exit("error: this tree installs in place: pip install -e vllm")
+
+
+def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
+    return get_requires_for_build_wheel(config_settings)
+
+
+def build_sdist(sdist_directory, config_settings=None):
+    return get_requires_for_build_wheel(config_settings)
