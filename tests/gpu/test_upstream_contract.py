@@ -1,0 +1,13 @@
+"""Upstream's own test of its class, on the device, against ours."""
+
+import pytest
+import torch
+from upstream_tests import upstream_test
+
+pytestmark = pytest.mark.gpu
+
+
+def test_upstreams_own_test():
+    upstream_test(
+        "test_metadata_graph_replay_matches_eager_build", torch.device("cuda")
+    )()

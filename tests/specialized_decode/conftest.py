@@ -1,0 +1,43 @@
+"""The real upstream builders on a CPU, under the Triton interpreter."""
+
+import os
+import sys
+import types
+
+# Before vllm or triton is imported. An empty device list keeps Triton enabled
+# with no active driver.
+os.environ.update(
+    VLLM_TARGET_DEVICE="cpu",
+    CUDA_VISIBLE_DEVICES="",
+    TRITON_INTERPRET="1",
+    HF_HUB_OFFLINE="1",
+)
+
+# FlashMLA's Python interface is real; only its compiled kernels are missing.
+sys.modules.setdefault("vllm._flashmla_C", types.ModuleType("vllm._flashmla_C"))
+
+import pytest
+from cpu_cuda_graph import CpuCudaGraphs
+from rig import Architecture, Rig, pretend_architecture
+
+
+@pytest.fixture
+def cuda_graphs(monkeypatch):
+    """``torch.cuda`` graphs and streams that run on the CPU."""
+    graphs = CpuCudaGraphs()
+    graphs.install(monkeypatch)
+    return graphs
+
+
+@pytest.fixture
+def make_rig(monkeypatch, cuda_graphs):
+    """``make_rig(architecture, query_len, ...)``: a model state with real
+    metadata builders over the buffers of a model runner."""
+
+    def make(architecture: Architecture, query_len: int, **options) -> Rig:
+        pretend_architecture(architecture, monkeypatch)
+        rig = Rig(architecture, query_len, **options)
+        cuda_graphs.device_storages = rig.device_storages
+        return rig
+
+    return make

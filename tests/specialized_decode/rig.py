@@ -1,0 +1,441 @@
+"""Real attention-metadata builders and the real model state over a runner's
+buffers, with the decode steps a runner would prepare."""
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from decode_steps import Step, View, built, forward_view, poison, storage, write_step
+from vllm.config import (
+    AttentionConfig,
+    CacheConfig,
+    CompilationConfig,
+    CUDAGraphMode,
+    DeviceConfig,
+    LoadConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+    set_current_vllm_config,
+)
+from vllm.models.deepseek_v41 import compressor, sparse_mla
+from vllm.models.deepseek_v41.nvidia import flashinfer_sparse, flashmla
+from vllm.models.deepseek_v41.nvidia.model_state import DeepseekV41ModelState
+from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime import recordable
+from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.recorded_model_state import (  # noqa: E501
+    DeepseekV41RecordedModelState,
+)
+from vllm.v1.attention.backends.mla import indexer, sparse_indexer, sparse_swa
+from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+)
+from vllm.v1.worker.gpu import buffer_utils
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
+from vllm.v1.worker.utils import AttentionGroup
+
+MAX_NUM_REQS = 8
+MAX_MODEL_LEN = 8192
+MAX_NUM_TOKENS = 256
+KERNEL_BLOCK = 64
+DEVICE = torch.device("cpu")
+
+
+class Architecture(StrEnum):
+    """The two families of V4.1 metadata builders."""
+
+    SM90 = "sm90"  # FlashMLA, dense indexer
+    SM100 = "sm100"  # FlashInfer, sparse indexer
+
+
+NUM_SMS = {Architecture.SM90: 132, Architecture.SM100: 148}
+
+# A small model with every kind of DeepSeek-V4.1 attention layer.
+MODEL = {
+    "model_type": "deepseek_v41",
+    "architectures": ["DeepseekV41ForCausalLM"],
+    "torch_dtype": "bfloat16",
+    "text_config": {
+        "model_type": "deepseek_v41",
+        "hidden_size": 512,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 1,
+        "head_dim": 512,
+        "qk_rope_head_dim": 64,
+        "q_lora_rank": 256,
+        "o_lora_rank": 256,
+        "o_groups": 4,
+        "vocab_size": 1024,
+        "sliding_window": 128,
+        "compress_ratios": [0, 2, 2, 1, 1, 0, 0, 0],
+        "kv_source_layer_ids": [1, 3],
+        "index_source_layer_ids": [1, 3, 4],
+        "candidate_source_layer_id": 3,
+        "candidate_block_size": 64,
+        "candidate_topk_blocks": 64,
+        "index_topk": 512,
+        "index_n_heads": 32,
+        "index_head_dim": 128,
+        "moe_intermediate_size": 256,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": MAX_MODEL_LEN,
+        "num_nextn_predict_layers": 3,
+        "dspark_block_size": 5,
+        "dspark_target_layer_ids": [2, 3, 4],
+    },
+    "vision_config": {},
+}
+
+
+@cache
+def _model_dir() -> str:
+    folder = Path(tempfile.mkdtemp(prefix="deepseek-v41-"))
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    return str(folder)
+
+
+@cache
+def _model_config() -> ModelConfig:
+    return ModelConfig(
+        model=_model_dir(),
+        tokenizer=_model_dir(),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        seed=0,
+        max_model_len=MAX_MODEL_LEN,
+    )
+
+
+def vllm_config(
+    query_len: int = 1,
+    architecture: Architecture = Architecture.SM90,
+    cudagraph_mode: CUDAGraphMode = CUDAGraphMode.FULL_AND_PIECEWISE,
+) -> VllmConfig:
+    """A real configuration whose decode steps have ``query_len`` tokens."""
+    speculative = None
+    if query_len > 1:
+        speculative = SpeculativeConfig(
+            method="dspark",
+            num_speculative_tokens=query_len - 1,
+            target_model_config=_model_config(),
+            target_parallel_config=ParallelConfig(),
+        )
+    attention = AttentionConfig()
+    if architecture == Architecture.SM100:
+        attention = AttentionConfig(
+            indexer_kv_dtype="mxfp4", indexer_sparse_logits=True
+        )
+    config = VllmConfig(
+        model_config=_model_config(),
+        cache_config=CacheConfig(block_size=128, cache_dtype="auto"),
+        parallel_config=ParallelConfig(),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=MAX_NUM_REQS,
+            max_num_batched_tokens=MAX_NUM_TOKENS,
+            enable_chunked_prefill=True,
+            max_model_len=MAX_MODEL_LEN,
+            is_encoder_decoder=False,
+        ),
+        device_config=DeviceConfig("cpu"),
+        load_config=LoadConfig(),
+        compilation_config=CompilationConfig(),
+        attention_config=attention,
+        speculative_config=speculative,
+    )
+    # The CPU platform turns CUDA graphs off when the configuration is made.
+    config.compilation_config.cudagraph_mode = cudagraph_mode
+    config.compilation_config.cudagraph_capture_sizes = [
+        reqs * query_len for reqs in (1, 2, 4, 8)
+    ]
+    config.compilation_config.max_cudagraph_capture_size = MAX_NUM_REQS * query_len
+    return config
+
+
+def _paged_mqa_schedule(
+    context_lens: torch.Tensor, block_kv: int, num_sms: int, indices=None
+) -> torch.Tensor:
+    """Stands in for DeepGEMM's schedule: a function of what its kernel reads, the
+    last context length of every row, padding rows included."""
+    blocks = (context_lens[:, -1].to(torch.int64) + block_kv - 1) // block_kv
+    rows = torch.arange(1, blocks.numel() + 1, dtype=torch.int64)
+    work = (blocks * rows).sum()
+    slots = torch.arange(num_sms + 1, dtype=torch.int64)
+    return torch.stack((work * slots % 1009, blocks.sum() * slots // num_sms), 1).int()
+
+
+def pretend_architecture(architecture: Architecture, monkeypatch) -> None:
+    """Let the builders choose their branches as on a GPU of ``architecture``.
+
+    No kernel of DeepGEMM, FlashMLA or DeepSelect runs in a metadata build but
+    the schedule of DeepGEMM.
+    """
+    family = {Architecture.SM90: 90, Architecture.SM100: 100}[architecture]
+    platform = indexer.current_platform
+
+    class Platform:
+        def __getattr__(self, name):
+            return getattr(platform, name)
+
+        def is_cuda(self):
+            return True
+
+        def is_cpu(self):
+            return False
+
+        def is_device_capability_family(self, capability, *_):
+            return capability == family
+
+        def is_device_capability(self, capability, *_):
+            return family == 100 and capability in (103, (10, 3))
+
+    from vllm.model_executor.kernels.attention.dsa import sparse_mqa_logits
+    from vllm.third_party.flashmla import flash_mla_interface
+    from vllm.utils import deep_gemm
+
+    for module in (indexer, sparse_indexer, sparse_swa, sparse_mla, deep_gemm):
+        monkeypatch.setattr(module, "current_platform", Platform())
+    monkeypatch.setattr(indexer, "has_deep_gemm", lambda: True)
+    monkeypatch.setattr(indexer, "num_compute_units", lambda *_: NUM_SMS[architecture])
+    monkeypatch.setattr(indexer, "get_paged_mqa_logits_metadata", _paged_mqa_schedule)
+    monkeypatch.setattr(sparse_indexer, "has_deep_gemm_sparse_mqa", lambda: True)
+    monkeypatch.setattr(sparse_indexer, "has_deep_select", lambda: True)
+    monkeypatch.setattr(
+        sparse_mqa_logits, "get_deep_select_stride_requirement", lambda: (1024, 32)
+    )
+    monkeypatch.setattr(
+        sparse_swa, "get_mla_metadata", flash_mla_interface.get_mla_metadata
+    )
+    monkeypatch.setattr(
+        recordable, "FlashMLASchedMeta", flash_mla_interface.FlashMLASchedMeta
+    )
+    # Pinned memory needs an accelerator.
+    monkeypatch.setattr(buffer_utils, "is_uva_available", lambda: False)
+
+
+class FakeBlockTables:
+    """What a model state asks of ``BlockTables`` while it records."""
+
+    def __init__(self, widths: list[int]) -> None:
+        self.tables = [
+            torch.zeros(MAX_NUM_REQS, width, dtype=torch.int32) for width in widths
+        ]
+        self.slot_mappings = torch.zeros(len(widths), MAX_NUM_TOKENS, dtype=torch.int64)
+
+    def get_dummy_block_tables(self, num_reqs: int) -> tuple[torch.Tensor, ...]:
+        for table in self.tables:
+            table.zero_()
+        return tuple(table[:num_reqs] for table in self.tables)
+
+    def get_dummy_slot_mappings(self, num_tokens: int) -> torch.Tensor:
+        self.slot_mappings.fill_(-1)
+        return self.slot_mappings[:, :num_tokens]
+
+
+class Rig:
+    """Every kind of V4.1 attention group behind a recorded model state.
+
+    KV-cache groups: sliding window; compressed KV of ratio 1 with its indexer on
+    the same block table; the same of ratio 2; compressor ring.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        query_len: int,
+        bounded_replay: bool = True,
+    ) -> None:
+        self.architecture = architecture
+        self.query_len = query_len
+        self.config = vllm_config(query_len, architecture)
+        self.buffers = InputBuffers(MAX_NUM_REQS, MAX_NUM_TOKENS, DEVICE)
+        with set_current_vllm_config(self.config):
+            self._make_groups(bounded_replay)
+            self.state, self.stock_state = (
+                cls(self.config, SimpleNamespace(token_lookback_depth=3), None, DEVICE)
+                for cls in (DeepseekV41RecordedModelState, DeepseekV41ModelState)
+            )
+        self.block_tables = FakeBlockTables([64, 64, 64, 1])
+        self.state.full_graphs = [
+            BatchExecutionDescriptor(
+                cg_mode=CUDAGraphMode.FULL,
+                num_tokens=reqs * query_len,
+                num_reqs=reqs,
+                uniform_token_count=query_len,
+            )
+            for reqs in (8, 4, 2, 1)
+        ]
+
+    def _make_groups(self, bounded_replay: bool) -> None:
+        packed = dict(
+            num_kv_heads=1,
+            head_size=512,
+            dtype=torch.uint8,
+            cache_dtype_str="fp8_ds_mla",
+            model_version="deepseek_v4",
+        )
+        window = SlidingWindowMLASpec(
+            block_size=128,
+            sliding_window=128,
+            max_tp_shards=1,
+            state_content_bytes=584,
+            alignment=576,
+            bounded_replay=bounded_replay,
+            **packed,
+        )
+        full, half = (
+            MLAAttentionSpec(block_size=128, tokens_per_state=ratio, **packed)
+            for ratio in (1, 2)
+        )
+        ring = CircularBufferSpec(
+            block_size=16, num_kv_heads=1, head_size=512, dtype=torch.bfloat16
+        )
+        if self.architecture == Architecture.SM90:
+            swa_backend = flashmla.DeepseekSparseSWAFlashMLABackend
+            mla_backend = sparse_mla.DeepseekV4FlashMLABackend
+            indexer_backend = indexer.DeepseekV41IndexerBackend
+        else:
+            swa_backend = flashinfer_sparse.DeepseekSparseSWAFlashInferBackend
+            mla_backend = flashinfer_sparse.DeepseekV4FlashInferMLASparseBackend
+            indexer_backend = sparse_indexer.DeepseekV41SparseIndexerBackend
+        groups = [
+            (window, [("window", swa_backend)]),
+            (full, [("full.mla", mla_backend), ("full.indexer", indexer_backend)]),
+            (half, [("half.mla", mla_backend), ("half.indexer", indexer_backend)]),
+            (ring, [("ring", compressor.CompressorBackend)]),
+        ]
+        self.specs = [spec for spec, _ in groups]
+        # SM90's kernels take smaller blocks than the KV-cache manager's.
+        in_kernel_blocks = self.architecture == Architecture.SM90
+        self.attn_groups = []
+        for index, (spec, layers) in enumerate(groups):
+            self.attn_groups.append([])
+            for name, backend in layers:
+                group = AttentionGroup(backend, [name], spec, index)
+                group.create_metadata_builders(
+                    self.config,
+                    DEVICE,
+                    kernel_block_size=(
+                        KERNEL_BLOCK if in_kernel_blocks and len(layers) > 1 else None
+                    ),
+                )
+                self.attn_groups[-1].append(group)
+        self.kv_cache_config = SimpleNamespace(
+            kv_cache_groups=[
+                SimpleNamespace(
+                    kv_cache_spec=spec, layer_names=[name for name, _ in layers]
+                )
+                for spec, layers in groups
+            ]
+        )
+
+    def builders(self) -> Iterator[object]:
+        for groups in self.attn_groups:
+            for group in groups:
+                yield group.get_metadata_builder()
+
+    @property
+    def device_storages(self) -> set[int]:
+        """The storages that lie on the device in a real engine."""
+        owned = [
+            *vars(self.buffers).values(),
+            *self.block_tables.tables,
+            self.block_tables.slot_mappings,
+            *vars(self.state).values(),
+            *(value for builder in self.builders() for value in vars(builder).values()),
+            *(
+                value
+                for groups in self.attn_groups
+                for group in groups
+                for value in vars(group).values()
+            ),
+        ]
+        return {storage(value) for value in owned if isinstance(value, torch.Tensor)}
+
+    def record(self) -> None:
+        with set_current_vllm_config(self.config):
+            self.state.capture_inner_cudagraphs(
+                self.buffers, self.block_tables, self.attn_groups, self.kv_cache_config
+            )
+
+    def fill(self, step: Step) -> InputBatch:
+        """Write the inputs of ``step`` and return its batch."""
+        return write_step(
+            step,
+            self.buffers,
+            self.block_tables.tables,
+            [spec.block_size for spec in self.specs],
+            self.block_tables.slot_mappings,
+            num_blocks=4096,
+            max_model_len=MAX_MODEL_LEN,
+        )
+
+    def build(
+        self,
+        batch: InputBatch,
+        mode: CUDAGraphMode = CUDAGraphMode.FULL,
+        prepare_attn: Callable | None = None,
+        **options,
+    ) -> dict:
+        """The step's metadata, as the runner asks for it."""
+        with set_current_vllm_config(self.config):
+            return (prepare_attn or self.state.prepare_attn)(
+                batch,
+                mode,
+                tuple(
+                    table[: batch.num_reqs_after_padding]
+                    for table in self.block_tables.tables
+                ),
+                self.block_tables.slot_mappings[:, : batch.num_tokens_after_padding],
+                self.attn_groups,
+                self.kv_cache_config,
+                **options,
+            )
+
+    def eager(self, step: Step) -> dict:
+        """The step's metadata as upstream's own model state builds it."""
+        return self.build(self.fill(step), prepare_attn=self.stock_state.prepare_attn)
+
+    def forward_view(self, num_reqs: int) -> View:
+        """What a FULL graph of ``num_reqs`` requests reads and a step refreshes."""
+        batch = InputBatch.make_dummy(
+            num_reqs,
+            num_reqs * self.query_len,
+            self.buffers,
+            max_query_len=self.query_len,
+        )
+        on_device = self.device_storages
+        return forward_view(
+            lambda: self.build(batch, CUDAGraphMode.NONE, for_capture=True),
+            self.input_storages(),
+            lambda tensor: storage(tensor) in on_device,
+        )
+
+    def built(self, view: View) -> View:
+        """``view`` without the inputs of the build."""
+        return built(view, self.input_storages())
+
+    def poison(self, view: View) -> None:
+        """Overwrite everything in ``view`` that a metadata build has to write."""
+        poison(self.built(view))
+
+    def input_storages(self) -> set[int]:
+        inputs = [
+            *vars(self.buffers).values(),
+            *self.block_tables.tables,
+            self.block_tables.slot_mappings,
+            self.state._replay_start,
+            *(getattr(builder, "no_replay_start", None) for builder in self.builders()),
+        ]
+        return {storage(value) for value in inputs if isinstance(value, torch.Tensor)}

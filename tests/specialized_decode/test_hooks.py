@@ -1,0 +1,155 @@
+"""The edits of upstream's files do what they are for."""
+
+import contextlib
+import importlib.metadata
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rig import vllm_config
+from vllm.config import CUDAGraphMode
+from vllm.distributed.elastic_ep import elastic_execute
+from vllm.models.deepseek_v41.nvidia import model, specialized_decode
+from vllm.models.deepseek_v41.nvidia.model_state import DeepseekV41ModelState
+from vllm.models.deepseek_v41.nvidia.specialized_decode.deployment import (
+    Decode,
+    Deployment,
+)
+from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.recorded_model_state import (  # noqa: E501
+    DeepseekV41RecordedModelState,
+)
+from vllm.v1.worker.gpu import cudagraph_utils, model_runner
+
+
+class ModelState:
+    supports_mm_inputs = False
+
+    def __init__(self) -> None:
+        self.calls = []
+
+    def release_metadata_graphs(self):
+        self.calls.append("release")
+
+    def capture_inner_cudagraphs(self, *_):
+        self.calls.append(("capture", list(self.full_graphs)))
+
+
+@pytest.mark.parametrize(
+    ("decode", "cls"),
+    [
+        (Decode.STOCK, DeepseekV41ModelState),
+        (Decode.RECORDED_METADATA, DeepseekV41RecordedModelState),
+    ],
+)
+def test_the_deployment_chooses_the_model_state(decode, cls):
+    causal_lm = SimpleNamespace(
+        specialized_decode_config=None, decode_deployment=Deployment(decode)
+    )
+    get = model.DeepseekV41LLMForCausalLM.get_model_state_cls
+    assert get(causal_lm) is cls
+
+
+def profiled_runner(model_state):
+    return SimpleNamespace(
+        model_state=model_state,
+        compilation_config=SimpleNamespace(static_forward_context={}),
+        cache_config=SimpleNamespace(num_gpu_blocks=1),
+        maybe_remove_all_loras=lambda _: None,
+        lora_config=None,
+        cudagraph_manager=object(),
+    )
+
+
+def test_the_end_of_memory_profiling_releases_its_recordings(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    state = ModelState()
+    cudagraph_utils._teardown_profiling_state(profiled_runner(state))
+    assert state.calls == ["release"]
+
+
+def test_a_model_state_without_recordings_is_left_alone(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    state = SimpleNamespace(supports_mm_inputs=False)
+    cudagraph_utils._teardown_profiling_state(profiled_runner(state))
+
+
+def test_elastic_scaling_releases_the_recordings_with_the_graphs(monkeypatch):
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.accelerator, name, lambda: None)
+    monkeypatch.setattr(elastic_execute, "reset_compile_wrapper", lambda _: None)
+    state = ModelState()
+    released = []
+    runner = SimpleNamespace(
+        model_state=state,
+        cudagraph_manager=SimpleNamespace(release_graphs=lambda: released.append(1)),
+        speculator=None,
+        get_model=lambda: None,
+    )
+    worker = SimpleNamespace(model_runner=runner, vllm_config=vllm_config())
+    executor = SimpleNamespace(worker=worker)
+    elastic_execute.ElasticEPScalingExecutor._release_cuda_graphs(executor)
+    assert state.calls == ["release"] and released == [1]
+
+
+def test_the_model_state_learns_the_full_graphs(monkeypatch):
+    """Of dynamic speculative decoding too, whose shapes no configuration tells."""
+    state = ModelState()
+    manager = SimpleNamespace(
+        needs_capture=lambda: True,
+        capture=lambda *_, **__: None,
+        _capture_descs={CUDAGraphMode.FULL: ["graph"]},
+    )
+    runner = SimpleNamespace(
+        cudagraph_manager=manager,
+        model_state=state,
+        lora_config=None,
+        maybe_setup_dummy_loras=lambda _: contextlib.nullcontext(),
+        input_buffers=None,
+        pcp_manager=None,
+        model=None,
+        intermediate_tensors=None,
+        block_tables=None,
+        attn_groups=None,
+        kv_cache_config=None,
+        use_aux_hidden_state_outputs=False,
+        speculator=None,
+        adaptive_verification=None,
+        kv_connector=SimpleNamespace(reset_capture_state=lambda: None),
+    )
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (0, 0))
+    monkeypatch.setattr(model_runner, "create_lora_capture_hook", lambda *_: None)
+    model_runner.GPUModelRunner.capture_model(runner, profile_only=True)
+    assert state.calls == [("capture", ["graph"])]
+
+
+@pytest.mark.parametrize(
+    ("installed", "checked"),
+    [
+        ("0.7.2", True),
+        ("0.7.2.post1", True),
+        ("0.7.2+cu130", True),
+        ("0.7.2rc1", False),
+        ("0.7.2.dev3", False),
+        ("0.7.3", False),
+        ("0.7.20", False),
+        (None, False),
+    ],
+)
+def test_the_checked_flashinfer_is_known_by_its_release(
+    monkeypatch, installed, checked
+):
+    def version(name):
+        assert name == "flashinfer-python"
+        if installed is None:
+            raise importlib.metadata.PackageNotFoundError
+        return installed
+
+    monkeypatch.setattr(specialized_decode.importlib.metadata, "version", version)
+    specialized_decode.uses_checked_flashinfer.cache_clear()
+    try:
+        assert specialized_decode.uses_checked_flashinfer("a feature") is checked
+    finally:
+        specialized_decode.uses_checked_flashinfer.cache_clear()

@@ -1,0 +1,148 @@
+"""Which steps have a key, which key, and the named reason where they have none."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from decode_steps import Step
+from rig import Architecture
+from vllm.config import CUDAGraphMode
+from vllm.models.deepseek_v41.compressor import CompressorMetadataBuilder
+from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime import recordable
+from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.eligibility import Eager
+from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.metadata_graphs import (
+    GraphKey,
+)
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+
+STEP = Step((200, 300, 400), 4, 2)
+
+
+def uneven(batch):
+    return replace(
+        batch,
+        num_scheduled_tokens=np.array([1, 2, 2], dtype=np.int32),
+        num_tokens=5,
+    )
+
+
+def in_varlen_graph(batch):
+    # Adaptive verification on, but a step without drafts: nothing but the shape of
+    # the graph tells.
+    return replace(batch, num_reqs_after_padding=6, num_tokens_after_padding=6)
+
+
+INELIGIBLE = {
+    Eager.NOT_FULL: (lambda batch: batch, CUDAGraphMode.PIECEWISE),
+    Eager.PREFILL: (
+        lambda batch: replace(batch, has_prefill=True),
+        CUDAGraphMode.FULL,
+    ),
+    Eager.ADAPTIVE: (
+        lambda batch: replace(batch, max_query_len=2),
+        CUDAGraphMode.FULL,
+    ),
+    Eager.FAST_PREFILL: (
+        lambda batch: replace(batch, fast_prefill=object()),
+        CUDAGraphMode.FULL,
+    ),
+    Eager.UNEVEN: (uneven, CUDAGraphMode.FULL),
+}
+
+
+@pytest.fixture
+def rig(make_rig):
+    rig = make_rig(Architecture.SM90, 2)
+    rig.record()
+    return rig
+
+
+def test_the_key_of_a_step_is_that_of_its_graph(rig):
+    key = rig.state.graphs.key(rig.fill(STEP), CUDAGraphMode.FULL)
+    assert key == GraphKey(4, 4, 8, 8)
+
+
+@pytest.mark.parametrize("reason", INELIGIBLE)
+def test_no_key_and_a_named_reason(rig, reason):
+    change, mode = INELIGIBLE[reason]
+    assert rig.state.graphs.key(change(rig.fill(STEP)), mode) is None
+    assert rig.state.graphs.stats.eager == {reason: 1}
+
+
+def test_a_step_of_a_variable_length_graph_has_no_key(rig):
+    batch = in_varlen_graph(rig.fill(STEP))
+    assert rig.state.graphs.key(batch, CUDAGraphMode.FULL) is None
+    assert rig.state.graphs.stats.eager == {Eager.UNEVEN: 1}
+
+
+def test_not_full_steps_are_no_decode_steps_of_ours(rig):
+    rig.state.graphs.key(rig.fill(STEP), CUDAGraphMode.NONE)
+    assert rig.state.graphs.stats.full_decode_steps == 0
+
+
+def test_one_recording_per_full_graph(rig):
+    assert list(rig.state.graphs._graphs) == [
+        GraphKey(reqs, reqs, 2 * reqs, 2 * reqs) for reqs in (8, 4, 2, 1)
+    ]
+
+
+def test_keys_come_from_the_captured_graphs(rig):
+    """Dynamic speculative decoding captures several query lengths; LoRA captures
+    a shape more than once; mixed and micro-batched graphs are not ours."""
+
+    def graph(reqs, query_len, **options):
+        return BatchExecutionDescriptor(
+            CUDAGraphMode.FULL, reqs * query_len, reqs, query_len, **options
+        )
+
+    full_graphs = [
+        graph(4, 2),
+        graph(8, 1),
+        graph(4, 1),
+        graph(4, 2, num_active_loras=1),
+        graph(8, 2, num_ubatches=2),
+        BatchExecutionDescriptor(CUDAGraphMode.FULL, 8, 8),
+        BatchExecutionDescriptor(CUDAGraphMode.FULL, 8, 8, max_query_len=2),
+    ]
+    assert rig.state.graphs.capture_keys(full_graphs) == [
+        GraphKey(8, 8, 8, 8),
+        GraphKey(4, 4, 8, 8),
+        GraphKey(4, 4, 4, 4),
+    ]
+    assert rig.state.graphs.capture_keys([]) == []
+
+
+def test_one_builder_that_needs_exact_keys_makes_all_keys_exact(make_rig, monkeypatch):
+    monkeypatch.setitem(
+        recordable._DECLARED, CompressorMetadataBuilder, recordable.Recording.EXACT
+    )
+    rig = make_rig(Architecture.SM90, 2)
+    rig.record()
+    assert len(rig.state.graphs) == 8
+    rig.build(rig.fill(STEP))
+    assert rig.state.graphs.stats.replayed == 1
+    key = rig.state.graphs.key(rig.fill(STEP), CUDAGraphMode.FULL)
+    assert key == GraphKey(3, 4, 6, 8)
+
+
+def test_exact_keys_miss_a_graph_larger_than_the_batch_needs(make_rig, monkeypatch):
+    monkeypatch.setitem(
+        recordable._DECLARED, CompressorMetadataBuilder, recordable.Recording.EXACT
+    )
+    rig = make_rig(Architecture.SM90, 2)
+    rig.record()
+    assert rig.build(rig.fill(replace(STEP, padded_reqs=8))).keys()
+    assert rig.state.graphs.stats.eager == {Eager.UNRECORDED: 1}
+    assert rig.state.graphs.stats.missed == 1
+
+
+def test_a_subclass_of_a_known_builder_is_unknown(make_rig):
+    class Compressor(CompressorMetadataBuilder): ...
+
+    rig = make_rig(Architecture.SM90, 2)
+    [group] = rig.attn_groups[-1]
+    group.metadata_builders[0].__class__ = Compressor
+    rig.record()
+    assert len(rig.state.graphs) == 0
+    rig.build(rig.fill(STEP))
+    assert rig.state.graphs.stats.eager == {Eager.UNKNOWN_BUILDER: 1}

@@ -1,0 +1,335 @@
+"""What the model state serves from recordings, and what it never does."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cpu_cuda_graph import CaptureError
+from decode_steps import Step
+from rig import Architecture
+from vllm.config import CUDAGraphMode
+from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime import (
+    recorded_model_state,
+)
+from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.eligibility import Eager
+from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.metadata_graphs import (
+    AttnMetadataCudaGraphs,
+    NotRecordableError,
+)
+from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.recordable import (
+    tensors,
+)
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+STEP = Step((200, 300, 400), 4, 1)
+
+
+@pytest.fixture
+def rig(make_rig):
+    rig = make_rig(Architecture.SM90, 1)
+    rig.record()
+    return rig
+
+
+def recorded_objects(rig) -> set[int]:
+    return {
+        id(metadata)
+        for recorded in rig.state.graphs._graphs.values()
+        for metadata in recorded.attn_metadata.values()
+    }
+
+
+def served_from_recording(rig, metadata) -> bool:
+    return not recorded_objects(rig).isdisjoint(map(id, metadata.values()))
+
+
+def test_a_full_decode_step_is_served(rig):
+    assert served_from_recording(rig, rig.build(rig.fill(STEP)))
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "reason"),
+    [
+        (CUDAGraphMode.NONE, {}, Eager.NOT_FULL),
+        (CUDAGraphMode.PIECEWISE, {}, Eager.NOT_FULL),
+        (CUDAGraphMode.FULL, {"for_capture": True}, Eager.DUMMY),
+        (CUDAGraphMode.NONE, {"for_capture": True}, Eager.DUMMY),
+    ],
+)
+def test_a_forward_never_meets_a_recorded_object(rig, mode, options, reason):
+    batch = rig.fill(STEP)
+    if mode != CUDAGraphMode.FULL:
+        batch = replace(batch, num_reqs_after_padding=3, num_tokens_after_padding=3)
+    metadata = rig.build(batch, mode, **options)
+    assert not served_from_recording(rig, metadata)
+    assert rig.state.graphs.stats.eager == {reason: 1}
+
+
+def test_an_idle_rank_rewrites_every_slot(rig):
+    """Its dummy forward would otherwise write through the slots of the last step,
+    into blocks that are live."""
+    view = rig.forward_view(4)
+    rig.build(rig.fill(STEP))
+    written = {path for path in view if path.endswith("slot_mapping")}
+    assert any((view[path] >= 0).any() for path in written)
+    rig.block_tables.get_dummy_block_tables(4)
+    rig.block_tables.get_dummy_slot_mappings(4)
+    dummy = InputBatch.make_dummy(4, 4, rig.buffers)
+    rig.build(dummy, for_capture=True)
+    for path in written:
+        assert (view[path] == -1).all(), path
+
+
+def test_a_used_plan_retires_its_recording(rig):
+    """A FlashMLA plan is good for one step: an object whose plan a forward has
+    made is never handed out again."""
+    metadata = rig.build(rig.fill(STEP))
+    metadata["window"].tile_sched_swaonly.have_initialized = True
+    again = rig.build(rig.fill(STEP))
+    assert not served_from_recording(rig, again)
+    assert not again["window"].tile_sched_swaonly.have_initialized
+    assert rig.state.graphs.stats.eager == {Eager.USED_HOLDER: 1}
+    # Other shapes are as good as before.
+    assert served_from_recording(rig, rig.build(rig.fill(replace(STEP, padded_reqs=8))))
+
+
+def test_a_used_sparse_schedule_retires_its_recording(make_rig):
+    rig = make_rig(Architecture.SM100, 1)
+    rig.record()
+    metadata = rig.build(rig.fill(STEP))
+    metadata["full.indexer"].sparse_decode.kernel_metadata = torch.zeros(1)
+    assert not served_from_recording(rig, rig.build(rig.fill(STEP)))
+    assert rig.state.graphs.stats.eager == {Eager.USED_HOLDER: 1}
+
+
+def test_a_used_index_cache_retires_its_recording(make_rig):
+    rig = make_rig(Architecture.SM100, 1)
+    rig.record()
+    metadata = rig.build(rig.fill(STEP))
+    metadata["window"].flashinfer_sparse_index_cache["x"] = (torch.zeros(1),) * 2
+    assert not served_from_recording(rig, rig.build(rig.fill(STEP)))
+    assert rig.state.graphs.stats.eager == {Eager.USED_HOLDER: 1}
+
+
+def test_other_buffers_than_the_recorded_ones_are_stale(rig):
+    rig.block_tables.slot_mappings = rig.block_tables.slot_mappings.clone()
+    assert not served_from_recording(rig, rig.build(rig.fill(STEP)))
+    assert rig.state.graphs.stats.eager == {Eager.STALE: 1}
+
+
+def test_other_builders_than_the_recorded_ones_are_stale(rig):
+    rig.attn_groups = [list(groups) for groups in rig.attn_groups]
+    assert not served_from_recording(rig, rig.build(rig.fill(STEP)))
+    assert rig.state.graphs.stats.eager == {Eager.STALE: 1}
+
+
+def test_a_new_kv_cache_drops_the_recordings(rig, monkeypatch):
+    monkeypatch.setattr(
+        recorded_model_state.DeepseekV41ModelState,
+        "initialize_kv_cache",
+        lambda *_: None,
+    )
+    rig.state.initialize_kv_cache(rig.kv_cache_config, rig.block_tables)
+    assert len(rig.state.graphs) == 0
+    rig.build(rig.fill(STEP))
+    assert rig.state.graphs.stats.missed == 1
+
+
+def test_capturing_again_records_again(rig, cuda_graphs):
+    before = dict(rig.state.graphs._graphs)
+    rig.record()
+    assert cuda_graphs.captures == 8
+    assert before.keys() == rig.state.graphs._graphs.keys()
+    for key, recorded in rig.state.graphs._graphs.items():
+        assert recorded.graph is not before[key].graph
+    assert served_from_recording(rig, rig.build(rig.fill(STEP)))
+
+
+def test_a_failure_while_recording_leaves_a_working_engine(make_rig, cuda_graphs):
+    cuda_graphs.fail_on_capture = 3
+    rig = make_rig(Architecture.SM90, 1)
+    rig.record()
+    assert len(rig.state.graphs) == 2
+    assert rig.state._recording is None
+    assert served_from_recording(rig, rig.build(rig.fill(STEP)))
+    small = rig.build(rig.fill(Step((200,), 1, 1)))
+    assert not served_from_recording(rig, small)
+    assert rig.state.graphs.stats.eager == {Eager.UNRECORDED: 1}
+
+
+def test_a_failing_builder_leaves_a_working_engine(make_rig, monkeypatch):
+    rig = make_rig(Architecture.SM90, 1)
+    [group] = rig.attn_groups[-1]
+    builder = group.get_metadata_builder()
+    build = builder.build
+    monkeypatch.setattr(builder, "build", lambda *_, **__: 1 / 0)
+    rig.record()
+    assert len(rig.state.graphs) == 0
+    monkeypatch.setattr(builder, "build", build)
+    assert rig.build(rig.fill(STEP)).keys()
+    assert rig.state.graphs.stats.missed == 1
+
+
+@pytest.mark.parametrize(
+    ("limit", "value"), [("MAX_RECORDING_SECONDS", 0.0), ("MAX_RECORDING_MIB", -1.0)]
+)
+def test_recording_stays_within_its_budget(make_rig, monkeypatch, limit, value):
+    monkeypatch.setattr(recorded_model_state, limit, value)
+    rig = make_rig(Architecture.SM90, 1)
+    rig.record()
+    # What was recorded by then serves; it is the largest graph.
+    assert list(rig.state.graphs._graphs) == [(8, 8, 8, 8)]
+
+
+def test_a_build_that_reads_the_device_is_refused(make_rig, monkeypatch):
+    rig = make_rig(Architecture.SM90, 1)
+    [group] = rig.attn_groups[-1]
+    builder = group.get_metadata_builder()
+    build = builder.build
+
+    def syncing_build(prefix_len, common, **kwargs):
+        common.seq_lens.max().item()
+        return build(prefix_len, common, **kwargs)
+
+    monkeypatch.setattr(builder, "build", syncing_build)
+    rig.record()
+    assert len(rig.state.graphs) == 0
+
+
+def test_a_build_into_new_memory_is_refused(make_rig, monkeypatch):
+    """The forward graphs read the tensors of an eager build; a build that puts
+    them elsewhere each time would never refresh those."""
+    rig = make_rig(Architecture.SM90, 1)
+    [group] = rig.attn_groups[-1]
+    builder = group.get_metadata_builder()
+    build = builder.build
+
+    def reallocating_build(prefix_len, common, **kwargs):
+        metadata = build(prefix_len, common, **kwargs)
+        return replace(metadata, slot_mapping=metadata.slot_mapping.clone())
+
+    monkeypatch.setattr(builder, "build", reallocating_build)
+    graphs = AttnMetadataCudaGraphs(rig.config, 1)
+    batch = rig.fill(STEP)
+
+    def record(some_batch, mode, tables, slots, groups, config, **kwargs):
+        kwargs.pop("for_capture"), kwargs.pop("ubatch_idx")
+        return graphs.capture(
+            (4, 4, 4, 4),
+            groups,
+            tables,
+            lambda some: plain(some_batch, mode, tables, slots, some, config, **kwargs),
+        )
+
+    plain = rig.stock_state._build_attn_metadata
+    rig.stock_state._build_attn_metadata = record
+    with pytest.raises(NotRecordableError, match=r"slot_mapping elsewhere"):
+        rig.build(batch, prepare_attn=rig.stock_state.prepare_attn)
+    assert len(graphs) == 0
+
+
+def test_recorded_metadata_is_never_mutated(rig):
+    def contents(metadata):
+        views = [(path, t.data_ptr(), t.shape) for path, t in tensors(metadata)]
+        host = [
+            {k: v for k, v in vars(m).items() if isinstance(v, int | bool)}
+            for m in metadata.values()
+        ]
+        return views, host
+
+    first = rig.build(rig.fill(STEP))
+    before = contents(first)
+    for seed in range(3):
+        assert rig.build(rig.fill(replace(STEP, seed=seed))) is first
+    assert contents(first) == before
+
+
+def test_the_longest_length_is_recorded(rig):
+    """A shorter bound would let an eager consumer take a short-context path."""
+    metadata = rig.build(rig.fill(STEP))
+    assert metadata["full.indexer"].max_seq_len == rig.state.max_model_len
+
+
+class TestReplayStarts:
+    """Rows of ``_replay_start`` after any series of steps are what stock uploads."""
+
+    def uploads(self, rig, monkeypatch):
+        calls = []
+        upload = recorded_model_state.DeepseekV41ModelState._upload_replay_start
+
+        def counted(state, values, num_reqs):
+            calls.append(values.copy())
+            return upload(state, values, num_reqs)
+
+        monkeypatch.setattr(
+            recorded_model_state.DeepseekV41ModelState, "_upload_replay_start", counted
+        )
+        return calls
+
+    def prefilling(self, rig, start):
+        batch = rig.fill(STEP)
+        rig.state._replay_start_np[:] = start
+        batch.is_prefilling_np[:] = True
+        return replace(batch, has_prefill=True)
+
+    def test_decode_steps_upload_zeros_once(self, rig, monkeypatch):
+        calls = self.uploads(rig, monkeypatch)
+        rig.state._zero_replay_starts = 0
+        for _ in range(3):
+            rig.build(rig.fill(STEP))
+        assert len(calls) == 1
+
+    def test_a_replaying_prefill_is_undone_by_the_next_decode(self, rig, monkeypatch):
+        rig.build(self.prefilling(rig, 128))
+        assert (rig.state._replay_start[:3] == 128).all()
+        rig.build(rig.fill(STEP))
+        assert (rig.state._replay_start[:3] == 0).all()
+
+    def test_a_larger_batch_after_it_reads_no_stale_rows(self, rig):
+        rig.build(rig.fill(Step((200,) * 8, 8, 1)))
+        rig.build(self.prefilling(rig, 128))
+        rig.build(rig.fill(Step((200,), 1, 1)))
+        rig.build(rig.fill(Step((200,) * 8, 8, 1)))
+        assert (rig.state._replay_start == 0).all()
+
+    def test_sleep_mode_trusts_no_row(self, rig, monkeypatch):
+        calls = self.uploads(rig, monkeypatch)
+        rig.state._trust_replay_starts = False
+        rig.state._zero_replay_starts = 0
+        for _ in range(3):
+            rig.build(rig.fill(STEP))
+        assert len(calls) == 3
+
+
+def test_forked_and_serial_recordings_agree(make_rig, monkeypatch):
+    """Stale columns of -1 make the in-place clamp of a shared block table count."""
+    results = []
+    for serial in (False, True):
+        rig = make_rig(Architecture.SM90, 3)
+        if serial:
+            monkeypatch.setattr(
+                AttnMetadataCudaGraphs,
+                "_forked_build",
+                lambda self, groups, tables, build: build(groups),
+            )
+        rig.record()
+        view = rig.forward_view(4)
+        rig.poison(view)
+        rig.build(rig.fill(Step((200, 300, 400), 4, 3)))
+        results.append({path: tensor.clone() for path, tensor in view.items()})
+    forked, serial = results
+    assert forked.keys() == serial.keys()
+    for path in forked:
+        assert torch.equal(forked[path], serial[path]), path
+
+
+def test_the_stand_in_refuses_what_a_cuda_graph_cannot_hold(cuda_graphs):
+    on_device, on_host = torch.ones(4), torch.ones(4)
+    cuda_graphs.device_storages = {on_device.untyped_storage().data_ptr()}
+    for work in (
+        lambda: on_device.sum().item(),
+        lambda: on_device.copy_(on_host),
+        lambda: on_host.copy_(on_device),
+    ):
+        with pytest.raises(CaptureError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            work()

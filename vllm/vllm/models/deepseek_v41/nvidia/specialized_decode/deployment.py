@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What decode a DeepSeek-V4.1 deployment gets, and why.
+
+``additional_config={"decode_backend": ...}`` asks for one of
+
+- ``auto`` (the default): the best decode the deployment supports whose outputs
+  are bitwise those of the stock decode, i.e. recorded attention metadata;
+- ``stock``: the stock decode;
+- ``latency_specialized``: a specialized decode or a start-up error that lists
+  everything that is missing. Where the requirements of upstream's GB300
+  executor hold it is the executor, elsewhere recorded attention metadata.
+
+This module states every requirement of recorded attention metadata once, with
+its reason. They all read configuration that the ranks of a TP group share; the
+verdict is agreed over the group all the same, so that no rank can go its own
+way.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.distributed import get_tp_group
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+
+logger = init_logger(__name__)
+
+
+class DecodeBackend(StrEnum):
+    AUTO = "auto"
+    STOCK = "stock"
+    LATENCY_SPECIALIZED = "latency_specialized"
+
+
+class Decode(IntEnum):
+    """The decodes a deployment can get, in the order ranks settle on the lowest."""
+
+    STOCK = 0
+    RECORDED_METADATA = 1
+    EXECUTOR = 2
+
+
+@dataclass(frozen=True)
+class Requirement:
+    need: str
+    reason: str
+    met: Callable[[VllmConfig], bool]
+
+
+# Speculators that never read the target's metadata object. Others may feed a
+# recorded object to an eager forward, whose FlashMLA plan would then be stale.
+_SPECULATORS = ("dspark", "dflash")
+
+
+def _decode_steps_alone_run_full(vllm_config: VllmConfig) -> bool:
+    mode = vllm_config.compilation_config.cudagraph_mode
+    return (
+        mode is not None
+        and mode.decode_mode() == CUDAGraphMode.FULL
+        and mode.mixed_mode() != CUDAGraphMode.FULL
+    )
+
+
+RECORDED_METADATA_REQUIREMENTS = (
+    Requirement(
+        "an NVIDIA GPU",
+        "the builds are recorded as CUDA graphs",
+        lambda config: current_platform.is_cuda(),
+    ),
+    Requirement(
+        "Model Runner V2",
+        "its model state owns the metadata build",
+        lambda config: config.use_v2_model_runner,
+    ),
+    Requirement(
+        "FULL CUDA graphs for decode batches only (cudagraph_mode "
+        "FULL_AND_PIECEWISE or FULL_DECODE_ONLY)",
+        "only a FULL graph reads its metadata from fixed buffers, and a mixed one "
+        "also serves prefills",
+        _decode_steps_alone_run_full,
+    ),
+    Requirement(
+        "no prefill or decode context parallelism",
+        "their metadata builds contain collectives",
+        lambda config: (
+            config.parallel_config.prefill_context_parallel_size == 1
+            and config.parallel_config.decode_context_parallel_size == 1
+        ),
+    ),
+    Requirement(
+        "no micro-batching",
+        "each micro-batch builds into buffers of its own",
+        lambda config: not config.parallel_config.use_ubatching,
+    ),
+    Requirement(
+        "no KV transfer and no HiSparse",
+        "a KV connector reads host fields of the metadata object of the step",
+        lambda config: (
+            config.kv_transfer_config is None
+            and config.attention_config.hisparse_config is None
+        ),
+    ),
+    Requirement(
+        f"no speculative decoding other than {' or '.join(_SPECULATORS)}",
+        "other speculators may run an eager forward on the target's metadata object",
+        lambda config: (
+            config.speculative_config is None
+            or config.speculative_config.method in _SPECULATORS
+        ),
+    ),
+    Requirement(
+        "no adaptive verification",
+        "the device decides the query lengths that the build would bake in",
+        lambda config: (
+            config.speculative_config is None
+            or not config.speculative_config.enable_adaptive_verification
+        ),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """The decode of one process, and what keeps it from a better one.
+
+    ``executor`` holds upstream's executor settings if ``decode`` is EXECUTOR.
+    """
+
+    decode: Decode
+    missing: tuple[str, ...] = ()
+    executor: Any = None
+
+    @property
+    def records_metadata(self) -> bool:
+        return self.decode == Decode.RECORDED_METADATA
+
+
+def requested_backend(additional_config: Any) -> DecodeBackend:
+    """The ``decode_backend`` of ``additional_config``.
+
+    Raises ValueError on an unknown key or value, naming the valid ones: a typo
+    would otherwise serve the stock decode in silence.
+    """
+    if not isinstance(additional_config, dict):
+        return DecodeBackend.AUTO
+    unknown = sorted(set(additional_config) - {"decode_backend"})
+    if unknown:
+        raise ValueError(
+            f"Unknown additional_config key(s) {', '.join(map(repr, unknown))}: "
+            "DeepSeek-V4.1 takes 'decode_backend'."
+        )
+    value = additional_config.get("decode_backend", DecodeBackend.AUTO)
+    try:
+        return DecodeBackend(value)
+    except ValueError:
+        raise ValueError(
+            f"Unknown decode_backend {value!r}: use one of "
+            f"{', '.join(repr(str(backend)) for backend in DecodeBackend)}."
+        ) from None
+
+
+def missing_for_recorded_metadata(vllm_config: VllmConfig) -> tuple[str, ...]:
+    """Every requirement of recorded attention metadata the deployment misses."""
+    return tuple(
+        f"{requirement.need} ({requirement.reason})"
+        for requirement in RECORDED_METADATA_REQUIREMENTS
+        if not requirement.met(vllm_config)
+    )
+
+
+def _missing_for_executor(vllm_config: VllmConfig) -> list[str]:
+    # Upstream's own list probes NVLink multicast, which only its GPU has.
+    if not current_platform.is_device_capability(103):
+        return ["a GB300 (SM103) GPU"]
+    from . import unsupported
+
+    return unsupported(vllm_config)
+
+
+def _agreed(decode: Decode) -> Decode:
+    """The lowest decode over the TP group, which every rank must call."""
+    lowest = torch.tensor([decode], dtype=torch.int32)
+    dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=get_tp_group().cpu_group)
+    return Decode(int(lowest.item()))
+
+
+def decode_deployment(vllm_config: VllmConfig) -> Deployment:
+    """The decode of this deployment; collective over the TP group.
+
+    Raises ValueError on a bad ``additional_config``, and on every rank when
+    ``latency_specialized`` is asked for and a rank cannot have it.
+    """
+    backend = requested_backend(vllm_config.additional_config)
+    if backend == DecodeBackend.STOCK:
+        logger.info_once("DeepSeek-V4.1 decode: stock (decode_backend=stock).")
+        return Deployment(Decode.STOCK)
+
+    missing = missing_for_recorded_metadata(vllm_config)
+    best = Decode.STOCK if missing else Decode.RECORDED_METADATA
+    demanded = backend == DecodeBackend.LATENCY_SPECIALIZED
+    if demanded:
+        missing_for_executor = _missing_for_executor(vllm_config)
+        if not missing_for_executor:
+            best = Decode.EXECUTOR
+        else:
+            logger.info_once(
+                "DeepSeek-V4.1 decode: without upstream's executor, which needs %s.",
+                "; ".join(missing_for_executor),
+            )
+    decode = _agreed(best)
+    if decode < best:
+        missing = ("another tensor-parallel rank to support it",)
+
+    if decode == Decode.EXECUTOR:
+        from . import specialized_decode_config
+
+        return Deployment(decode, missing, specialized_decode_config(vllm_config))
+    if decode == Decode.RECORDED_METADATA:
+        # The line that says what was recorded follows the CUDA graph capture.
+        return Deployment(decode)
+    if demanded:
+        raise ValueError(
+            f"decode_backend=latency_specialized needs {'; '.join(missing)}. Use "
+            "decode_backend=auto to serve without a specialized decode."
+        )
+    logger.info_once(
+        "DeepSeek-V4.1 decode: stock (decode_backend=auto); recorded attention "
+        "metadata needs %s.",
+        "; ".join(missing),
+    )
+    return Deployment(decode, missing)
+
+
+def describe_platform() -> str:
+    """One line: what this machine's GPUs can serve under each decode backend."""
+    if not current_platform.is_cuda():
+        return "no NVIDIA GPU: DeepSeek-V4.1 cannot be served here"
+    demanded = (
+        "upstream's executor"
+        if current_platform.is_device_capability(103)
+        else "the same"
+    )
+    return (
+        f"{current_platform.get_device_name()}: recorded attention metadata under "
+        f"decode_backend=auto, {demanded} under latency_specialized"
+    )

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How each attention-metadata builder may be recorded in a CUDA graph.
+
+A build is recordable when, for a uniform decode batch, it only launches
+capture-safe work (no device-to-host read, no pageable copy) into buffers that
+outlive the step, and every host value it reads is fixed by the graph key. What
+the host values may be is the builder's declaration:
+
+- ``PADDED``: the batch of a whole FULL graph. The build of a full batch leaves
+  the same bytes in the rows of the requests a smaller batch really has, since
+  padding is on the device (``query_start_loc`` ends in the token count,
+  ``seq_lens`` in zeros, slot mappings in -1, block tables in null blocks).
+- ``EXACT``: the step's own number of requests and tokens.
+- ``NOT``: never.
+
+Declarations hold for the exact type: a subclass may override anything.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import torch
+from vllm.models.deepseek_v41.compressor import CompressorMetadataBuilder
+from vllm.models.deepseek_v41.nvidia.flashinfer_sparse import (
+    DeepseekSparseSWAFlashInferMetadataBuilder,
+    DeepseekV4FlashInferSparseMLAMetadataBuilder,
+)
+from vllm.models.deepseek_v41.nvidia.flashmla import (
+    DeepseekSparseSWAFlashMLAMetadataBuilder,
+)
+from vllm.models.deepseek_v41.sparse_mla import DeepseekV4FlashMLAMetadataBuilder
+from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerMetadataBuilder
+from vllm.v1.attention.backends.mla.sparse_indexer import (
+    DeepseekV41SparseIndexerMetadataBuilder,
+    SparseMQARowsMetadata,
+)
+from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWAMetadata
+from vllm.v1.attention.ops.flashmla import FlashMLASchedMeta
+
+
+class Recording(IntEnum):
+    """How a build may be recorded, weakest first."""
+
+    NOT = 0
+    EXACT = 1
+    PADDED = 2
+
+
+_DECLARED: dict[type, Recording] = {
+    # SM90, SM100 FlashMLA and SM100 mega attention.
+    DeepseekSparseSWAFlashMLAMetadataBuilder: Recording.PADDED,
+    DeepseekV4FlashMLAMetadataBuilder: Recording.PADDED,
+    # SM100 and SM120 FlashInfer.
+    DeepseekSparseSWAFlashInferMetadataBuilder: Recording.PADDED,
+    DeepseekV4FlashInferSparseMLAMetadataBuilder: Recording.PADDED,
+    # Every architecture. A full batch of query lengths without a native kernel
+    # takes the indexer's uniform branch; its variable-length branch, which bakes
+    # in a token count, is taken by partial batches only.
+    DeepseekV32IndexerMetadataBuilder: Recording.PADDED,
+    DeepseekV41SparseIndexerMetadataBuilder: Recording.PADDED,
+    CompressorMetadataBuilder: Recording.PADDED,
+}
+
+
+def declare(builder_type: type, recording: Recording) -> None:
+    """State how builds of ``builder_type`` (exactly that type) may be recorded."""
+    _DECLARED[builder_type] = recording
+
+
+def recording_of(builder: Any) -> Recording:
+    """The declaration of ``builder``'s exact type, NOT where there is none."""
+    return _DECLARED.get(type(builder), Recording.NOT)
+
+
+def tensors(metadata: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a metadata object with its path, in field order."""
+    if isinstance(metadata, torch.Tensor):
+        yield path, metadata
+    elif isinstance(metadata, Mapping):
+        for name, value in metadata.items():
+            yield from tensors(value, f"{path}[{name!r}]")
+    elif dataclasses.is_dataclass(metadata):
+        for field in dataclasses.fields(metadata):
+            yield from tensors(getattr(metadata, field.name), f"{path}.{field.name}")
+
+
+class _View(NamedTuple):
+    data_ptr: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "_View":
+        return cls(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def unrefreshed_tensor(eager: Any, recorded: Any, device_type: str) -> str | None:
+    """The path of the first device tensor of ``eager`` that ``recorded`` does
+    not hold as the same view of the same memory, or None.
+
+    The FULL forward graphs read the tensors of an eager build: one that lands
+    elsewhere in the recorded build would never be refreshed. Where it stands in
+    the recorded metadata does not matter, since a forked build gives each branch
+    a token-to-request map of its own.
+    """
+    refreshed = {_View.of(tensor) for _, tensor in tensors(recorded)}
+    for path, tensor in tensors(eager):
+        if tensor.device.type == device_type and _View.of(tensor) not in refreshed:
+            return path
+    return None
+
+
+def one_step_holders(metadata: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The objects in ``metadata`` that the first forward of a step fills and
+    later layers of that step trust: FlashMLA plans, the FlashInfer sparse index
+    cache and the sparse-logits schedule.
+
+    They are good for one step, so recorded metadata, which lives on, must never
+    reach a forward that fills them.
+    """
+    holders: dict[int, Any] = {}
+    for layer_metadata in metadata.values():
+        for holder in _holders_of(layer_metadata):
+            holders[id(holder)] = holder
+    return tuple(holders.values())
+
+
+def _holders_of(metadata: Any) -> Iterable[Any]:
+    if isinstance(metadata, DeepseekSparseSWAMetadata):
+        yield metadata.flashinfer_sparse_index_cache
+    if not dataclasses.is_dataclass(metadata):
+        return
+    for field in dataclasses.fields(metadata):
+        value = getattr(metadata, field.name)
+        if isinstance(value, FlashMLASchedMeta | SparseMQARowsMetadata):
+            yield value
+
+
+def is_used(holder: Any) -> bool:
+    """Whether a forward has filled ``holder``."""
+    if isinstance(holder, dict):
+        return bool(holder)
+    if isinstance(holder, SparseMQARowsMetadata):
+        return holder.kernel_metadata is not None
+    # Without FlashMLA (SM120) the class is an empty stand-in.
+    return getattr(holder, "have_initialized", False)
