@@ -1,0 +1,191 @@
+"""The engine's side of the metadata bench, one process a proxy. Needs a GPU.
+
+Run by ``bench.metadata`` with its request as JSON on the command line; writes the
+records of one proxy as JSON.
+"""
+
+import json
+import sys
+import tempfile
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import trace
+from .records import Record, percentile
+from .switch import Switch, prompts
+
+PROMPT_TOKENS = 512
+TURN = 12
+# A profiled run is short: its trace has every kernel of every layer.
+PROFILED_TURN = 4
+PROFILED_ROUNDS = 3
+MAX_RUNS = 50
+# Ids below the vocabulary's special tail.
+VOCABULARY = 129_000
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to measure (units and words as in ``records.Record``)."""
+
+    proxy: int
+    model: str
+    batches: list[int]
+    query_len: int
+    steps: int
+    new_tokens: int
+    upstream: str | None
+    commit: str
+    out: str
+
+
+def measure(request: Request) -> list[Record]:
+    """Make the engine and measure each batch size in turn."""
+    upstream = Path(request.upstream) if request.upstream else None
+    switch = Switch(upstream, request.query_len)
+    _install(switch)
+    engine = _engine(request)
+    if "recorded" not in switch.recordings:
+        raise SystemExit("the engine recorded no metadata: its log above says why")
+    records = []
+    for batch in request.batches:
+        _say(f"{request.proxy} layers, batch {batch}")
+        run = _Runs(engine, batch)
+        # Kernels compile and caches fill here.
+        switch.measure(batch, TURN)
+        run(switch, request.new_tokens)
+        switch.measure(batch, TURN)
+        while not switch.enough(request.steps):
+            if run.count > MAX_RUNS:
+                raise SystemExit(f"too few FULL decode steps of {batch} requests")
+            run(switch, request.new_tokens)
+        samples = dict(switch.samples)
+        costs = _profile(switch, run, batch)
+        for path in switch.paths:
+            cost, start_up = costs[path], switch.recordings.get(path)
+            host_us, step_ms = samples[path].host_us, samples[path].step_ms
+            records.append(
+                Record(
+                    proxy=request.proxy,
+                    batch=batch,
+                    query_len=request.query_len,
+                    path=path,
+                    steps=len(host_us),
+                    host_us_p50=percentile(host_us, 50),
+                    host_us_p99=percentile(host_us, 99),
+                    launch_calls=cost.launch_calls,
+                    step_launch_calls=cost.step_launch_calls,
+                    device_us=cost.device_us,
+                    step_ms_p50=percentile(step_ms, 50),
+                    recordings=start_up.count if start_up else None,
+                    record_seconds=start_up.seconds if start_up else None,
+                    record_mib=start_up.mib if start_up else None,
+                    torch=torch.__version__,
+                    gpu=torch.cuda.get_device_name(),
+                    commit=request.commit,
+                )
+            )
+    return records
+
+
+def _install(switch: Switch) -> None:
+    from vllm.models.deepseek_v41.nvidia.model_state import DeepseekV41ModelState
+    from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime import (
+        recorded_model_state as recorded,
+    )
+
+    switch.install(
+        recorded.DeepseekV41RecordedModelState,
+        DeepseekV41ModelState,
+        recorded.decode_batch,
+    )
+
+
+def _engine(request: Request) -> Any:
+    from vllm.entrypoints.llm import LLM
+
+    more: dict[str, Any] = {}
+    if request.query_len > 1:
+        more["speculative_config"] = {
+            "method": "dspark",
+            "num_speculative_tokens": request.query_len - 1,
+            "enable_adaptive_verification": False,
+        }
+    return LLM(
+        model=request.model,
+        load_format="dummy",
+        tokenizer_mode="deepseek_v41",
+        kv_cache_dtype="fp8",
+        max_model_len=2048,
+        max_num_seqs=32,
+        gpu_memory_utilization=0.6,
+        limit_mm_per_prompt={"image": 0},
+        compilation_config={"cudagraph_mode": "FULL_AND_PIECEWISE"},
+        additional_config={"decode_backend": "auto"},
+        seed=0,
+        **more,
+    )
+
+
+class _Runs:
+    """Generates from fresh prompts each time it is called."""
+
+    def __init__(self, engine: Any, batch: int) -> None:
+        self.count = 0
+        self._engine = engine
+        self._batch = batch
+
+    def __call__(self, switch: Switch, new_tokens: int) -> None:
+        from vllm.sampling_params import SamplingParams
+
+        self.count += 1
+        ids = prompts(self._batch, PROMPT_TOKENS, VOCABULARY, self.count)
+        switch.new_run()
+        self._engine.generate(
+            [{"prompt_token_ids": prompt} for prompt in ids],
+            SamplingParams(
+                temperature=0.0,
+                max_tokens=new_tokens,
+                ignore_eos=True,
+                detokenize=False,
+            ),
+            use_tqdm=False,
+        )
+
+
+def _profile(switch: Switch, run: _Runs, batch: int) -> dict[str, trace.Cost]:
+    """Launches and GPU time of each path, from a short run under the profiler."""
+    from torch.profiler import ProfilerActivity, profile
+
+    switch.measure(batch, PROFILED_TURN, profiling=True)
+    # Requests of a large batch start some steps apart.
+    tokens = len(switch.paths) * PROFILED_TURN * PROFILED_ROUNDS + 16
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        run(switch, tokens)
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        costs = trace.costs(json.loads(path.read_text()))
+    missing = [path for path in switch.paths if path not in costs]
+    if missing:
+        raise SystemExit(f"the profiler saw no build of the {missing[0]} path")
+    return costs
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    values = json.loads(sys.argv[1])
+    request = Request(**{f.name: values[f.name] for f in fields(Request)})
+    records = measure(request)
+    Path(request.out).write_text(json.dumps([r.as_json() for r in records]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""``scripts/bench.sh metadata``: stock, ported and recorded metadata builds.
+
+One engine process a proxy; in each the three paths take turns over the decode
+steps of the same requests (see ``bench.switch``).
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from proxy_model.config import TOPOLOGIES
+from proxy_model.write import write
+
+from .ported import RELATIVE
+from .records import Record, aims, table
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+# The engine in the bench's own process, where its model state can be reached; no
+# sampler that compiles; no network.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+class BenchError(Exception):
+    """Why there is nothing to measure, in one line."""
+
+
+def numbers(text: str) -> list[int]:
+    """``1,8,32`` as a list. Raises ValueError."""
+    values = [int(word) for word in text.split(",")]
+    if min(values) < 1:
+        raise ValueError(text)
+    return values
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="bench.sh metadata",
+        description="Measure the metadata build of FULL decode steps side by side: "
+        "stock (eager), ported (upstream's recordings with the Hopper builders let "
+        "in) and recorded (ours). Needs a GPU and the fork.",
+    )
+    parser.add_argument("--proxy", type=numbers, default=[40, 8], metavar="40,8")
+    parser.add_argument("--batch", type=numbers, default=[1, 8, 32], metavar="1,8,32")
+    parser.add_argument(
+        "--query-len",
+        type=int,
+        default=1,
+        choices=range(1, 7),
+        metavar="Q",
+        help="tokens a request decodes per step; above 1 with DSpark (default: 1)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=240,
+        metavar="N",
+        help="decode steps to measure, for each path (default: 240)",
+    )
+    parser.add_argument("--new-tokens", type=int, default=128, metavar="N")
+    parser.add_argument(
+        "--base",
+        type=Path,
+        metavar="DIR",
+        help="folder of pristine upstream files for the ported path (default: the "
+        "bundle's); without one that path is left out",
+    )
+    parser.add_argument("--commit", help="what to call this fork in the records")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON here")
+    parser.add_argument(
+        "--json", action="store_true", help="JSON on standard output, no table"
+    )
+    options = parser.parse_args(arguments)
+    for proxy in options.proxy:
+        if proxy not in TOPOLOGIES:
+            parser.error(f"--proxy {proxy}: choose from {sorted(TOPOLOGIES)}")
+    if max(options.batch) > 32:
+        parser.error("--batch: the engine serves 32 requests at most")
+    if options.steps < 10 or options.new_tokens < 64:
+        parser.error("give 10 --steps and 64 --new-tokens or more")
+    return options
+
+
+def check_machine() -> None:
+    """Raise ``BenchError`` where the engine cannot run."""
+    try:
+        import torch
+    except ImportError as error:
+        raise BenchError("no torch here: install the fork first") from error
+    if not torch.cuda.is_available():
+        raise BenchError("no NVIDIA GPU here: run this on a GPU node")
+
+
+def find_upstream(given: Path | None) -> Path | None:
+    """Upstream's pristine ``metadata_graphs.py``, or None where there is none."""
+    bundle = os.environ.get("VLLM_BUNDLE")
+    folder = given or (Path(bundle, "base") if bundle else None)
+    if folder is None:
+        return None
+    path = folder / RELATIVE
+    if not path.is_file():
+        raise BenchError(f"{folder} holds no pristine {RELATIVE}")
+    return path
+
+
+def name_of_fork() -> str:
+    """The commit of this checkout, or the digest of the stack it was packed with."""
+    git = subprocess.run(
+        ["git", "-C", str(REPOSITORY), "rev-parse", "HEAD"],
+        capture_output=True,
+        text=True,
+    )
+    if git.returncode == 0:
+        return git.stdout.strip()
+    bundle = os.environ.get("VLLM_BUNDLE")
+    tree = Path(bundle, "fork") if bundle else REPOSITORY / "vllm"
+    try:
+        return f"stack {json.loads((tree / '.stack.json').read_text())['digest']}"
+    except (OSError, KeyError):
+        return "unknown"
+
+
+def run_engine(options: argparse.Namespace, proxy: int, folder: Path) -> list[Record]:
+    """The records of one proxy, from an engine process of its own."""
+    model, out = folder / f"proxy-{proxy}", folder / f"records-{proxy}.json"
+    write(model, proxy)
+    upstream = find_upstream(options.base)
+    request = {
+        "proxy": proxy,
+        "model": str(model),
+        "batches": options.batch,
+        "query_len": options.query_len,
+        "steps": options.steps,
+        "new_tokens": options.new_tokens,
+        "upstream": str(upstream) if upstream else None,
+        "commit": options.commit or name_of_fork(),
+        "out": str(out),
+    }
+    command = [sys.executable, "-m", "bench.engine", json.dumps(request)]
+    # vLLM logs to standard output, which is the result's here.
+    code = subprocess.run(
+        command, env=os.environ | ENVIRONMENT, stdout=sys.stderr
+    ).returncode
+    if code:
+        raise BenchError(f"the engine of {proxy} layers failed: its log is above")
+    return [Record(**values) for values in json.loads(out.read_text())]
+
+
+def bench(options: argparse.Namespace) -> list[Record]:
+    check_machine()
+    if find_upstream(options.base) is None:
+        print("bench.sh: no --base: the ported path is left out", file=sys.stderr)
+    records: list[Record] = []
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        for proxy in options.proxy:
+            records += run_engine(options, proxy, Path(folder))
+            # What is measured is kept, whatever happens to the next proxy.
+            save(options.out, records)
+    return records
+
+
+def as_json(records: Sequence[Record]) -> str:
+    return json.dumps({"records": [asdict(record) for record in records]}, indent=1)
+
+
+def save(path: Path | None, records: Sequence[Record]) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(as_json(records) + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(sys.argv[1:] if arguments is None else arguments)
+    try:
+        records = bench(options)
+    except BenchError as error:
+        print(f"bench.sh: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("bench.sh: stopped", file=sys.stderr)
+        return 130
+    if options.json:
+        print(as_json(records))
+    else:
+        print(table(records))
+        print("\n".join(aims(records)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

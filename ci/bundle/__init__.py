@@ -1,0 +1,1 @@
+"""Packs the fork for a GPU machine that has no network."""

@@ -1,0 +1,318 @@
+"""``scripts/bundle.sh``: pack the fork for a GPU machine without a network.
+
+Two archives come out. ``packages`` holds what changes rarely: the Python
+packages that the machine lacks, the compiled extensions and the vendored trees.
+``fork`` holds what changes daily: the fork's Python, pristine copies of the
+upstream files it replaces, and upstream's tests. An archive whose contents have
+not changed is kept as it lies.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from . import archive, fork, packages, patterns
+from .errors import BundleError
+
+HERE = Path(__file__).parent
+REPOSITORY = HERE.parents[1]
+FLASH_ATTENTION = "fork/vllm/vllm_flash_attn"
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="bundle.sh",
+        description="Pack the fork, its compiled extensions and the Python packages "
+        "that an offline GPU machine lacks. Unpack there with unbundle.sh.",
+    )
+    parser.add_argument(
+        "--have",
+        type=Path,
+        required=True,
+        metavar="LIST",
+        help="what the machine has: one 'name' or 'name version' a line "
+        "(example: ci/bundle/have-cuda13-torch211.txt)",
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument(
+        "--split",
+        type=int,
+        metavar="N",
+        help="cut the packages into N parts (default: as few as fit)",
+    )
+    parser.add_argument(
+        "--part-mib", type=int, default=58, metavar="MIB", help="a part's limit"
+    )
+    parser.add_argument(
+        "--tree",
+        type=Path,
+        default=REPOSITORY / "vllm",
+        metavar="DIR",
+        help="the applied tree (default: vllm/)",
+    )
+    parser.add_argument(
+        "--sdist",
+        type=Path,
+        metavar="FILE",
+        help="upstream's source archive (default: the one apply.sh has cached)",
+    )
+    parser.add_argument(
+        "--with",
+        dest="carry",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="carry a package that ci/bundle/skip.txt leaves out; repeatable",
+    )
+    parser.add_argument(
+        "--flash-attention",
+        action="store_true",
+        help="carry the flash-attention kernels (460 MB) instead of a stand-in",
+    )
+    parser.add_argument("--python-version", default="3.12", metavar="X.Y")
+    parser.add_argument(
+        "--python-platform", default="x86_64-manylinux_2_35", metavar="NAME"
+    )
+    return parser.parse_args(arguments)
+
+
+def cache_folder() -> Path:
+    """Where downloads are kept, as ``scripts/apply.sh`` keeps them."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("PATCHSTACK_CACHE") or Path(home, "vllm-patchstack"))
+
+
+def find_sdist(given: Path | None, base: dict[str, Any]) -> Path:
+    """Upstream's source archive: the given one or the cached one."""
+    if given is not None:
+        if not given.is_file():
+            raise BundleError(f"--sdist {given}: there is no such file")
+        return given
+    name = base["base"]["sdist"]["file"]
+    found = next(iter(sorted(cache_folder().rglob(name))), None)
+    if found is None:
+        raise BundleError(
+            f"{name} is not in {cache_folder()}: run scripts/apply.sh or give --sdist"
+        )
+    return found
+
+
+def gather_packages(
+    options: argparse.Namespace, project: fork.Project, scratch: Path
+) -> tuple[dict[str, Path], list[str]]:
+    """The files of the packages to carry, and their pins."""
+    skip = patterns.read(HERE / "skip.txt")
+    unknown = {packages.canonical(n) for n in options.carry} - {
+        packages.canonical(n) for n in skip
+    }
+    if unknown:
+        raise BundleError(
+            f"--with {min(unknown)}: ci/bundle/skip.txt leaves out no such package"
+        )
+    carried = {packages.canonical(n) for n in options.carry}
+    skip = [n for n in skip if packages.canonical(n) not in carried]
+    target = packages.Target(options.python_version, options.python_platform)
+    uv = packages.find_uv(cache_folder())
+    say("resolving the packages")
+    have = packages.read_have(options.have)
+    pins = packages.resolve(uv, project.dependencies, have, skip, target, scratch)
+    say(f"fetching {len(pins)} packages")
+    site = scratch / "site"
+    packages.unpack(uv, pins, target, site)
+    files = {
+        f"site/{path.relative_to(site).as_posix()}": path
+        for path in site.rglob("*")
+        if path.is_file()
+    }
+    return files, pins
+
+
+def gather_fork(
+    options: argparse.Namespace, project: fork.Project, scratch: Path
+) -> tuple[dict[str, Path], dict[str, Path]]:
+    """The fork's files: those that change rarely, and those that change daily."""
+    slow: dict[str, Path] = {}
+    daily: dict[str, Path] = {}
+    for name, path in fork.package_files(options.tree).items():
+        compiled = path.suffix == ".so" or name.startswith("vllm/third_party/")
+        (slow if compiled else daily)[f"fork/{name}"] = path
+    if not slow:
+        raise BundleError(
+            f"{options.tree} has no compiled extensions: run scripts/apply.sh, which "
+            "lays them from the release's wheel"
+        )
+    info = fork.write_dist_info(project, scratch)
+    for path in info.iterdir():
+        daily[f"fork/{info.name}/{path.name}"] = path
+    marker = options.tree / ".stack.json"
+    if marker.is_file():
+        daily["fork/.stack.json"] = marker
+    if not options.flash_attention:
+        for path in (HERE / "standin" / "vllm_flash_attn").glob("*.py"):
+            daily[f"{FLASH_ATTENTION}/{path.name}"] = path
+    return slow, daily
+
+
+def gather_upstream(options: argparse.Namespace, scratch: Path) -> dict[str, Path]:
+    """Upstream's originals of the files the fork replaces, and upstream's tests."""
+    with (REPOSITORY / "upstream.toml").open("rb") as file:
+        base = tomllib.load(file)
+    sdist = find_sdist(options.sdist, base)
+    files = {}
+    for top, wanted in (
+        ("base", [entry["path"] for entry in base.get("replaces", ())]),
+        ("upstream", patterns.read(HERE / "upstream_tests.txt")),
+    ):
+        folder = scratch / top
+        missing = fork.from_sdist(sdist, wanted, folder)
+        if missing:
+            raise BundleError(f"{sdist.name} holds no {min(missing)}")
+        for path in folder.rglob("*"):
+            if path.is_file():
+                files[f"{top}/{path.relative_to(folder).as_posix()}"] = path
+    return files
+
+
+def pack(
+    name: str,
+    files: dict[str, Path],
+    options: argparse.Namespace,
+    first: int,
+    parts: int | None,
+    about: dict[str, Any],
+) -> dict[str, Any]:
+    """Make archive ``name`` in the bundle, or keep an equal one; its manifest."""
+    limit = options.part_mib * archive.MIB
+    inputs = archive.digest_of(files, str(archive.FORMAT), str(parts), str(limit))
+    for old in sorted(options.out.glob(f"part*/{archive.manifest_name(name)}")):
+        manifest: dict[str, Any] = json.loads(old.read_text())
+        if (
+            manifest.get("inputs") == inputs
+            and manifest["parts"][0]["folder"] == f"part{first}"
+            and all(
+                (options.out / p["folder"] / p["name"]).is_file()
+                for p in manifest["parts"]
+            )
+        ):
+            say(f"{name}: unchanged")
+            return manifest
+    started = time.monotonic()
+    say(f"{name}: packing {len(files)} files")
+    whole = options.out / f"{name}.tar.xz"
+    size = archive.write(whole, files)
+    try:
+        listed = archive.split(whole, options.out, first, parts, limit)
+    finally:
+        whole.unlink()
+    manifest = {
+        "archive": name,
+        "format": archive.FORMAT,
+        "inputs": inputs,
+        "files": len(files),
+        "unpacked_bytes": size,
+        "parts": listed,
+        **about,
+    }
+    archive.write_manifest(options.out, manifest)
+    packed = sum(part["bytes"] for part in listed)
+    say(
+        f"{name}: {size / archive.MIB:.0f} MiB in {packed / archive.MIB:.0f} MiB, "
+        f"{len(listed)} parts, {time.monotonic() - started:.0f} s"
+    )
+    return manifest
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def drop_stale(out: Path, manifests: Sequence[dict[str, Any]]) -> None:
+    """Remove what an earlier bundle left in ``out``."""
+    wanted = set()
+    for manifest in manifests:
+        for part in manifest["parts"]:
+            wanted.add(out / part["folder"] / part["name"])
+            wanted.add(
+                out / part["folder"] / archive.manifest_name(manifest["archive"])
+            )
+    for pattern in ("*.bundle.json", "*.tar.xz.*", "unbundle.sh"):
+        for path in set(out.glob(f"part*/{pattern}")) - wanted:
+            path.unlink()
+    for folder in out.glob("part*"):
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def bundle(options: argparse.Namespace) -> None:
+    if not options.have.is_file():
+        raise BundleError(f"--have {options.have}: there is no such file")
+    if options.split is not None and options.split < 1:
+        raise BundleError(f"--split {options.split}: give 1 or more")
+    project = fork.read_project(options.tree)
+    options.out.mkdir(parents=True, exist_ok=True)
+    # The bundle keeps itself out of git wherever it lies.
+    (options.out / ".gitignore").write_text("*\n")
+    with tempfile.TemporaryDirectory(prefix="bundle-", dir=options.out) as folder:
+        scratch = Path(folder)
+        slow, daily = gather_fork(options, project, scratch)
+        daily |= gather_upstream(options, scratch)
+        carried, pins = gather_packages(options, project, scratch)
+        trim = patterns.read(HERE / "trim.txt")
+        if options.flash_attention:
+            trim = [
+                pattern for pattern in trim if not pattern.startswith(FLASH_ATTENTION)
+            ]
+        slow = {
+            name: path
+            for name, path in {**slow, **carried}.items()
+            if not patterns.matches(name, trim)
+        }
+        daily = {n: p for n, p in daily.items() if not patterns.matches(n, trim)}
+        target = {
+            "python": options.python_version,
+            "platform": options.python_platform,
+        }
+        about = {**target, "packages": pins}
+        first = pack("packages", slow, options, 1, options.split, about)
+        about = {
+            **target,
+            "version": project.version,
+            "stack": fork.stack_digest(options.tree),
+        }
+        after = len(first["parts"]) + 1
+        second = pack("fork", daily, options, after, None, about)
+    drop_stale(options.out, [first, second])
+    script = REPOSITORY / "scripts" / "unbundle.sh"
+    last = options.out / second["parts"][-1]["folder"]
+    shutil.copy(script, last / script.name)
+    for part in [*first["parts"], *second["parts"]]:
+        print(f"{part['folder']}/{part['name']}  {part['bytes'] / archive.MIB:.1f} MiB")
+    say(f"{options.out}: send the parts, then run unbundle.sh there")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(sys.argv[1:] if arguments is None else arguments)
+    try:
+        bundle(options)
+    except BundleError as error:
+        print(f"bundle.sh: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"bundle.sh: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("bundle.sh: stopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""The counters that the server logs about its metadata builds."""
+
+import re
+
+_LINE = re.compile(r"decode metadata: (replayed=[^\n]*)")
+_PAIR = re.compile(r"(\w+)=(\d+)")
+REQUIRED = ("replayed", "missed", "ineligible", "full_decode_steps")
+
+
+def last(log: str) -> dict[str, int] | None:
+    """The newest counters in a server's log, or None where there are none.
+
+    The four counters and, by its name, each reason for an eager build.
+    """
+    lines = _LINE.findall(log)
+    if not lines:
+        return None
+    counters = {name: int(value) for name, value in _PAIR.findall(lines[-1])}
+    return counters if all(name in counters for name in REQUIRED) else None
+
+
+def faults(counters: dict[str, int] | None, least: float = 0.95) -> list[str]:
+    """What is wrong with the counters, each in one line; nothing if all is well.
+
+    More than ``least`` of the FULL decode steps must have replayed a recorded
+    build, and none may have missed one.
+    """
+    if counters is None:
+        return ["the server's log has no 'decode metadata:' line"]
+    steps, replayed = counters["full_decode_steps"], counters["replayed"]
+    if steps == 0:
+        return ["the server ran no FULL decode step"]
+    found = []
+    if replayed <= least * steps:
+        found.append(
+            f"{replayed} of {steps} FULL decode steps replayed a recorded build; "
+            f"more than {least:.0%} must"
+        )
+    if counters["missed"]:
+        found.append(f"{counters['missed']} FULL decode steps missed their recording")
+    return found

@@ -1,0 +1,118 @@
+#!/usr/bin/env bash
+# Lint, types and tests of the fork, in an environment this script makes for itself.
+set -euo pipefail
+root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
+lock=$root/ci/requirements/cpu.txt
+
+usage() {
+    cat <<'EOF'
+usage: scripts/test.sh [lint|types|stack|package|run|gpu] [PYTEST ARGUMENT ...]
+
+Without a part: lint, types and every test that needs no GPU.
+
+  lint      ruff, and the checks of the patch stack
+  types     mypy on our own Python
+  stack     tests of the patch-stack tool          (tests/patchstack)
+  package   tests of the decode package            (tests/specialized_decode)
+  run       tests of bundle, serve and bench       (tests/real_run)
+  gpu       tests that need an NVIDIA GPU          (tests/gpu), with the python3
+            that has vllm installed (PYTHON=... for another)
+
+The first run applies the stack to vllm/ and installs ci/requirements/cpu.txt
+into .test-env/ (CPython 3.11; 3 GB); later runs reuse both.
+EOF
+}
+
+fail() {
+    echo "test.sh: $*" >&2
+    exit 2
+}
+
+make_environment() {
+    local stamp=$root/.test-env/lock.sha256 want
+    want=$(sha256sum <"$lock")
+    if [[ ! -f $stamp || $(<"$stamp") != "$want" ]]; then
+        echo "test.sh: making .test-env from ci/requirements/cpu.txt" >&2
+        rm -rf "$root/.test-env"
+        python3 -m venv "$root/.test-env/uv" ||
+            fail "python3 -m venv does not work: install python3-venv"
+        "$root/.test-env/uv/bin/python" -m pip install -q --require-hashes \
+            -r "$root/ci/requirements/uv.txt"
+        # uv does not read pip's configuration, so hand it pip's local wheels.
+        local links=()
+        mapfile -t links < <(python3 -m pip config get global.find-links 2>/dev/null |
+            tr ' ' '\n' | sed '/^$/d; s/^/--find-links=/')
+        local uv=$root/.test-env/uv/bin/uv
+        "$uv" venv -q --python 3.11 "$root/.test-env/cpu"
+        # The CPU build of torch is on no package index but PyTorch's own, which
+        # uv knows; machines that have the wheel need no index for it.
+        VIRTUAL_ENV=$root/.test-env/cpu "$uv" pip install -q --require-hashes \
+            "${links[@]}" -r "$lock" ||
+            VIRTUAL_ENV=$root/.test-env/cpu "$uv" pip install -q --require-hashes \
+                --torch-backend cpu -r "$lock"
+        echo "$want" >"$stamp"
+    fi
+    # A moved checkout has another path, an upgraded stack another version.
+    if [[ ! -f $root/.test-env/tree || $(<"$root/.test-env/tree") != "$root/vllm" ]]; then
+        VIRTUAL_ENV=$root/.test-env/cpu "$root/.test-env/uv/bin/uv" pip install -q \
+            --no-deps -e "$root/vllm"
+        echo "$root/vllm" >"$root/.test-env/tree"
+    fi
+}
+
+prepare() {
+    "$root/scripts/apply.sh" >&2
+    make_environment
+    PATH=$root/.test-env/cpu/bin:$PATH
+}
+
+run_lint() {
+    ruff check . "${own[@]}"
+    ruff format --check . "${own[@]}"
+    scripts/status.sh --check
+}
+
+run_types() {
+    mypy scripts/patchstack ci "${own[@]}"
+}
+
+run_pytest() {
+    python -m pytest -n "$(nproc)" --timeout 600 -m "not gpu" "$@"
+}
+
+case ${1:-} in
+-h | --help)
+    usage
+    exit
+    ;;
+lint | types | stack | package | run | gpu)
+    part=$1
+    shift
+    ;;
+'' | -*) part=all ;;
+*)
+    usage >&2
+    fail "unknown part '$1'"
+    ;;
+esac
+
+cd "$root"
+if [[ $part == gpu ]]; then
+    exec "${PYTHON:-python3}" -m pytest -m gpu tests/gpu "$@"
+fi
+prepare
+# Our own files in the tree, by their list; upstream's are upstream's to check.
+mapfile -t own < <(sed -n 's,^!/\(.*\.py\)$,vllm/\1,p' vllm/.gitignore)
+
+case $part in
+lint) run_lint ;;
+types) run_types ;;
+stack) run_pytest tests/patchstack "$@" ;;
+package) run_pytest tests/specialized_decode "$@" ;;
+run) run_pytest tests/real_run "$@" ;;
+all)
+    run_lint
+    run_types
+    run_pytest tests "$@"
+    ;;
+esac
