@@ -129,6 +129,7 @@ class CpuCudaGraphs:
 
     def install(self, monkeypatch) -> None:
         from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime import (
+            graph_capture,
             metadata_graphs,
         )
 
@@ -158,7 +159,11 @@ class CpuCudaGraphs:
         monkeypatch.setattr(torch.cuda, "Stream", CpuStream)
         monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 1 << 31))
-        monkeypatch.setattr(metadata_graphs, "current_stream", CpuStream)
+        monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda _: None)
+        monkeypatch.setattr(graph_capture, "_abandon_capture", lambda _: None)
+        for module in (graph_capture, metadata_graphs):
+            monkeypatch.setattr(module, "current_stream", CpuStream)
         monkeypatch.setattr(
             metadata_graphs, "capture_pool", lambda *_: contextlib.nullcontext(None)
         )

@@ -30,13 +30,8 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.utils import AttentionGroup
 
 from .eligibility import Eager, why_not_uniform_decode
-from .recordable import (
-    Recording,
-    is_used,
-    one_step_holders,
-    recording_of,
-    unrefreshed_tensor,
-)
+from .graph_capture import record_graph, refuse_host_syncs
+from .recordable import OneStepHolders, Recording, recording_of, unrefreshed_tensor
 from .stats import MetadataGraphStats
 
 logger = init_logger(__name__)
@@ -64,8 +59,8 @@ class NotRecordableError(RuntimeError):
 class _Recorded(NamedTuple):
     graph: torch.cuda.CUDAGraph
     attn_metadata: dict[str, Any]
-    # What a forward fills in attn_metadata and must not have.
-    holders: tuple[Any, ...]
+    # What a forward fills in attn_metadata, and must not have.
+    holders: OneStepHolders
 
 
 class AttnMetadataCudaGraphs:
@@ -193,16 +188,18 @@ class AttnMetadataCudaGraphs:
         kernel compilation and per-stream library state.
 
         Raises NotRecordableError if the recorded build leaves out a tensor that
-        the forward graphs read; then nothing is kept.
+        the forward graphs read, and RuntimeError if it waits for the device or
+        does other work that a graph cannot hold. Then nothing is kept.
         """
         eager_metadata = build_fn(attn_groups)
-        self._forked_build(attn_groups, block_tables, build_fn)
+        with refuse_host_syncs():
+            self._forked_build(attn_groups, block_tables, build_fn)
         graph = torch.cuda.CUDAGraph()
         with (
             capture_pool(
                 current_platform.get_global_graph_pool(), self._vllm_config
             ) as pool,
-            torch.cuda.graph(graph, pool),  # type: ignore[arg-type]
+            record_graph(graph, pool),
         ):
             attn_metadata = self._forked_build(attn_groups, block_tables, build_fn)
         unrefreshed = unrefreshed_tensor(
@@ -213,7 +210,7 @@ class AttnMetadataCudaGraphs:
                 f"the recorded build puts {unrefreshed} elsewhere than an eager one"
             )
         self._graphs[key] = _Recorded(
-            graph, attn_metadata, one_step_holders(attn_metadata)
+            graph, attn_metadata, OneStepHolders.of(attn_metadata)
         )
         return attn_metadata
 
@@ -233,7 +230,7 @@ class AttnMetadataCudaGraphs:
             )
             self.build_eagerly(Eager.UNRECORDED)
             return None
-        if any(map(is_used, recorded.holders)):
+        if recorded.holders.used():
             # Whoever used it has broken the rule above. The buffers are right all
             # the same, but the object is not fit to be handed out again.
             del self._graphs[key]

@@ -17,8 +17,9 @@ Declarations hold for the exact type: a subclass may override anything.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from enum import IntEnum
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -113,37 +114,50 @@ def unrefreshed_tensor(eager: Any, recorded: Any, device_type: str) -> str | Non
     return None
 
 
-def one_step_holders(metadata: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The objects in ``metadata`` that the first forward of a step fills and
-    later layers of that step trust: FlashMLA plans, the FlashInfer sparse index
-    cache and the sparse-logits schedule.
+class OneStepHolders(NamedTuple):
+    """The objects in metadata that the first forward of a step fills and later
+    layers of that step trust.
 
     They are good for one step, so recorded metadata, which lives on, must never
     reach a forward that fills them.
     """
-    holders: dict[int, Any] = {}
-    for layer_metadata in metadata.values():
-        for holder in _holders_of(layer_metadata):
-            holders[id(holder)] = holder
-    return tuple(holders.values())
+
+    plans: tuple[FlashMLASchedMeta, ...]
+    index_caches: tuple[dict, ...]
+    sparse_schedules: tuple[SparseMQARowsMetadata, ...]
+
+    @classmethod
+    def of(cls, metadata: Mapping[str, Any]) -> "OneStepHolders":
+        """Those of ``metadata``, a mapping of layer names; layers share them."""
+        plans, index_caches, sparse_schedules = {}, {}, {}
+        for layer_metadata in metadata.values():
+            if not dataclasses.is_dataclass(layer_metadata):
+                continue
+            if isinstance(layer_metadata, DeepseekSparseSWAMetadata):
+                index_cache = layer_metadata.flashinfer_sparse_index_cache
+                index_caches[id(index_cache)] = index_cache
+            for field in dataclasses.fields(layer_metadata):
+                value = getattr(layer_metadata, field.name)
+                # Without FlashMLA (SM120) the class is an empty stand-in.
+                if isinstance(value, FlashMLASchedMeta) and dataclasses.is_dataclass(
+                    value
+                ):
+                    plans[id(value)] = value
+                elif isinstance(value, SparseMQARowsMetadata):
+                    sparse_schedules[id(value)] = value
+        return cls(
+            tuple(plans.values()),
+            tuple(index_caches.values()),
+            tuple(sparse_schedules.values()),
+        )
+
+    def used(self) -> bool:
+        """Whether a forward has filled any. Called on every replay."""
+        return (
+            any(map(_have_initialized, self.plans))
+            or any(self.index_caches)
+            or any(s.kernel_metadata is not None for s in self.sparse_schedules)
+        )
 
 
-def _holders_of(metadata: Any) -> Iterable[Any]:
-    if isinstance(metadata, DeepseekSparseSWAMetadata):
-        yield metadata.flashinfer_sparse_index_cache
-    if not dataclasses.is_dataclass(metadata):
-        return
-    for field in dataclasses.fields(metadata):
-        value = getattr(metadata, field.name)
-        if isinstance(value, FlashMLASchedMeta | SparseMQARowsMetadata):
-            yield value
-
-
-def is_used(holder: Any) -> bool:
-    """Whether a forward has filled ``holder``."""
-    if isinstance(holder, dict):
-        return bool(holder)
-    if isinstance(holder, SparseMQARowsMetadata):
-        return holder.kernel_metadata is not None
-    # Without FlashMLA (SM120) the class is an empty stand-in.
-    return getattr(holder, "have_initialized", False)
+_have_initialized = attrgetter("have_initialized")

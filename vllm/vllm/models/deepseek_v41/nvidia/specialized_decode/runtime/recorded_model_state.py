@@ -88,8 +88,8 @@ class DeepseekV41RecordedModelState(DeepseekV41ModelState):
         )
         # The key whose build capture_inner_cudagraphs is recording.
         self._recording: GraphKey | None = None
-        # The addresses of the recorded builds' inputs.
-        self._recorded_inputs: tuple[int, ...] | None = None
+        # Whose buffers the recorded builds read and write.
+        self._recorded_owners: tuple[int, ...] | None = None
         # Leading rows of _replay_start known to hold zeros.
         self._zero_replay_starts = 0
         # Waking up from sleep may leave other values in _replay_start.
@@ -106,7 +106,7 @@ class DeepseekV41RecordedModelState(DeepseekV41ModelState):
     def release_metadata_graphs(self) -> None:
         """Drop the recordings, with the memory and the builders they keep alive."""
         self.graphs.release()
-        self._recorded_inputs = None
+        self._recorded_owners = None
 
     def capture_inner_cudagraphs(
         self,
@@ -175,7 +175,7 @@ class DeepseekV41RecordedModelState(DeepseekV41ModelState):
             finally:
                 self._recording = None
             seconds = time.perf_counter() - start
-            mib = (free_bytes - torch.cuda.mem_get_info()[0]) / 2**20
+            mib = max(0, free_bytes - torch.cuda.mem_get_info()[0]) / 2**20
             if stopped is None and seconds > MAX_RECORDING_SECONDS:
                 stopped = f"over the budget of {MAX_RECORDING_SECONDS:.0f} s"
             if stopped is None and mib > MAX_RECORDING_MIB:
@@ -212,7 +212,7 @@ class DeepseekV41RecordedModelState(DeepseekV41ModelState):
                     **kwargs,
                 ),
             )
-            self._recorded_inputs = _addresses(
+            self._recorded_owners = _owners(
                 input_batch, block_tables, slot_mappings, attn_groups
             )
             return attn_metadata
@@ -254,7 +254,7 @@ class DeepseekV41RecordedModelState(DeepseekV41ModelState):
         if not self.graphs.can_record(attn_groups):
             self.graphs.build_eagerly(Eager.UNKNOWN_BUILDER)
             return None
-        if self._recorded_inputs is not None and self._recorded_inputs != _addresses(
+        if self._recorded_owners is not None and self._recorded_owners != _owners(
             input_batch, block_tables, slot_mappings, attn_groups
         ):
             self.graphs.build_eagerly(Eager.STALE)
@@ -277,21 +277,20 @@ class DeepseekV41RecordedModelState(DeepseekV41ModelState):
             logger.info("%s", line)
 
 
-def _addresses(
+def _owners(
     input_batch: InputBatch,
     block_tables: Sequence[torch.Tensor],
     slot_mappings: torch.Tensor,
     attn_groups: AttnGroups,
 ) -> tuple[int, ...]:
-    """What a recorded build has baked in and no key tells: where its inputs lie,
-    and whose buffers it writes."""
+    """What a recorded build has baked in and no key tells: whose buffers it reads
+    and writes. One address of each owner will do, as each makes all of its
+    buffers at once."""
     return (
         id(attn_groups),
         input_batch.query_start_loc.data_ptr(),
-        input_batch.seq_lens.data_ptr(),
-        input_batch.positions.data_ptr(),
         slot_mappings.data_ptr(),
-        *(table.data_ptr() for table in block_tables),
+        block_tables[0].data_ptr(),
     )
 
 
