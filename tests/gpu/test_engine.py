@@ -255,16 +255,30 @@ def test_the_forward_graph_gives_the_same_after_either_build(real):
     print(f"forward graphs compared: {compared}")
 
 
-@pytest.mark.parametrize("when", ["always", "in the capture"])
-def test_a_build_that_syncs_is_refused_and_the_engine_goes_on(real, when):
+def sync_always(common):
+    common.seq_lens.max().item()
+
+
+def sync_in_the_capture(common):
+    if torch.cuda.is_current_stream_capturing():
+        common.seq_lens.max().item()
+
+
+def break_the_capture(common):
+    """Unlike torch's own syncs, this one reaches CUDA, which drops the capture."""
+    if torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("fault", [sync_always, sync_in_the_capture, break_the_capture])
+def test_a_build_that_syncs_is_refused_and_the_engine_goes_on(real, fault):
     """Under the global capture mode a device-to-host read breaks the capture."""
     [group, *_] = real.runner.attn_groups[-1]
     builder = group.get_metadata_builder()
     build = builder.build
 
     def syncing_build(prefix_len, common, **kwargs):
-        if when == "always" or torch.cuda.is_current_stream_capturing():
-            common.seq_lens.max().item()
+        fault(common)
         return build(prefix_len, common, **kwargs)
 
     stream = torch.cuda.current_stream()

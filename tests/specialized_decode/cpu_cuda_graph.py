@@ -153,6 +153,7 @@ class CpuCudaGraphs:
                 return None
 
         platform = metadata_graphs.current_platform
+        stream = CpuStream()
         monkeypatch.setattr(GridExecutor, "__call__", launch)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", CpuCudaGraph)
         monkeypatch.setattr(torch.cuda, "graph", self.graph)
@@ -161,9 +162,9 @@ class CpuCudaGraphs:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 1 << 31))
         monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
         monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda _: None)
-        monkeypatch.setattr(graph_capture, "_abandon_capture", lambda _: None)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
         for module in (graph_capture, metadata_graphs):
-            monkeypatch.setattr(module, "current_stream", CpuStream)
+            monkeypatch.setattr(module, "current_stream", lambda: stream)
         monkeypatch.setattr(
             metadata_graphs, "capture_pool", lambda *_: contextlib.nullcontext(None)
         )

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recording work as a CUDA graph, with no harm done where that fails.
 
-``torch.cuda.graph`` is made for captures that succeed. One that fails leaves the
-process with its own stream current, the allocator still filling the graph's pool
-and the random generator in capture mode: the next forward fails far away from the
-cause. Here a failed recording raises, and everything else is as before.
+``torch.cuda.graph`` is made for captures that succeed. Where CUDA breaks a capture
+off, it leaves the process with its own stream current, the allocators still
+filling the graph's pool and the random generator in capture mode: the next
+capture or forward then fails, far from the cause. Here a recording that fails
+raises, and everything else is as before.
 """
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -14,11 +16,13 @@ from typing import Any
 import torch
 from vllm.utils.torch_utils import current_stream
 
+_CU_STREAM_CAPTURE_MODE_RELAXED = 2
+
 
 @contextmanager
 def refuse_host_syncs() -> Iterator[None]:
-    """Raise RuntimeError where the host would wait for the device: such work can
-    not be recorded, and it is better refused before a capture than in it."""
+    """Raise RuntimeError where the host would wait for the device, before it does:
+    a graph cannot hold such work, and in a capture it would break that off."""
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -32,23 +36,27 @@ def record_graph(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     """Record what runs in the block into ``graph``, with memory from ``pool``.
 
     Under CUDA's global capture mode, so that an unsafe call of any thread raises.
+    Streams that the block forks must be joined, also where it raises.
     """
-    # torch.cuda.stream restores the current stream, whatever is left current in it.
-    with torch.cuda.stream(current_stream()):
+    main_stream = current_stream()
+    # Restores the current stream, whatever is left current inside.
+    with torch.cuda.stream(main_stream):
         try:
-            with torch.cuda.graph(graph, pool):
+            with torch.cuda.graph(graph, pool), refuse_host_syncs():
                 yield
         except BaseException:
-            _abandon_capture(pool)
+            if torch.cuda.current_stream() != main_stream:
+                _end_broken_capture(graph)
             raise
 
 
-def _abandon_capture(pool: Any) -> None:
-    """Undo what the begin of a capture set up and its failed end did not undo."""
-    device = torch.cuda.current_device()
-    # Raises if the end of the capture came as far as this itself.
+def _end_broken_capture(graph: torch.cuda.CUDAGraph) -> None:
+    """Let torch end a capture that CUDA has dropped: give it an empty one to end,
+    on the stream of the capture, which is still current."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    driver.cuStreamBeginCapture_v2(stream, _CU_STREAM_CAPTURE_MODE_RELAXED)
+    # Raises if the capture had not even begun; then there is nothing to undo.
     with suppress(RuntimeError):
-        torch._C._cuda_endAllocateToPool(device, pool)
-    # A clone of the generator's state is the same sequence, not in capture mode.
-    generator = torch.cuda.default_generators[device]
-    generator.graphsafe_set_state(generator.clone_state())
+        graph.capture_end()
+    graph.reset()

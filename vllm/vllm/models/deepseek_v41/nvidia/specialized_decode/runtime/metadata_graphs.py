@@ -282,12 +282,15 @@ class AttnMetadataCudaGraphs:
         main_stream = current_stream()
         for stream in side_streams:
             stream.wait_stream(main_stream)
-        built = build_fn(first)
-        for stream, branch in zip(side_streams, others, strict=True):
-            with torch.cuda.stream(stream):
-                built |= build_fn(branch)
-        for stream in side_streams:
-            main_stream.wait_stream(stream)
+        try:
+            built = build_fn(first)
+            for stream, branch in zip(side_streams, others, strict=True):
+                with torch.cuda.stream(stream):
+                    built |= build_fn(branch)
+        finally:
+            # After an error too: no capture can end with a stream still apart.
+            for stream in side_streams:
+                main_stream.wait_stream(stream)
         return {
             name: built[name]
             for groups in attn_groups

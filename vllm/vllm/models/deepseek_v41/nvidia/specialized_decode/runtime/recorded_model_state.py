@@ -171,7 +171,8 @@ class DeepseekV41RecordedModelState(DeepseekV41ModelState):
                 )
             except Exception as error:
                 logger.exception("Recording the attention-metadata build failed.")
-                stopped = f"{type(error).__name__}: {error}"
+                # CUDA's errors go on for lines about debugging.
+                stopped = f"{type(error).__name__}: {error}".partition("\n")[0]
             finally:
                 self._recording = None
             seconds = time.perf_counter() - start
