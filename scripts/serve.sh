@@ -101,8 +101,8 @@ if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; 
     echo "serve.sh: no NVIDIA GPU here: run this on a GPU node" >&2
     "$python" -c '
 from vllm.models.deepseek_v41.nvidia.specialized_decode import deployment
-print("this machine would get:", deployment.describe_platform())
-' 2>/dev/null || echo "this machine would get: nothing, the package cannot be imported"
+print("this deployment would get:", deployment.describe_platform())
+' 2>/dev/null || echo "this deployment would get: nothing, the package cannot be imported"
     exit 1
 fi
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from proxy_model import engine as proxy_engine
 
 from . import trace
 from .records import Record, percentile
@@ -47,7 +48,13 @@ def measure(request: Request) -> list[Record]:
     upstream = Path(request.upstream) if request.upstream else None
     switch = Switch(upstream, request.query_len)
     _install(switch)
-    engine = _engine(request)
+    engine = proxy_engine.make(
+        request.model,
+        request.query_len,
+        decode_backend="auto",
+        max_model_len=2048,
+        gpu_memory_utilization=0.6,
+    )
     if "recorded" not in switch.recordings:
         raise SystemExit("the engine recorded no metadata: its log above says why")
     records = []
@@ -101,32 +108,6 @@ def _install(switch: Switch) -> None:
         recorded.DeepseekV41RecordedModelState,
         DeepseekV41ModelState,
         recorded.decode_batch,
-    )
-
-
-def _engine(request: Request) -> Any:
-    from vllm.entrypoints.llm import LLM
-
-    more: dict[str, Any] = {}
-    if request.query_len > 1:
-        more["speculative_config"] = {
-            "method": "dspark",
-            "num_speculative_tokens": request.query_len - 1,
-            "enable_adaptive_verification": False,
-        }
-    return LLM(
-        model=request.model,
-        load_format="dummy",
-        tokenizer_mode="deepseek_v41",
-        kv_cache_dtype="fp8",
-        max_model_len=2048,
-        max_num_seqs=32,
-        gpu_memory_utilization=0.6,
-        limit_mm_per_prompt={"image": 0},
-        compilation_config={"cudagraph_mode": "FULL_AND_PIECEWISE"},
-        additional_config={"decode_backend": "auto"},
-        seed=0,
-        **more,
     )
 
 

@@ -46,8 +46,8 @@ def engine(request, query_len, profiled, tmp_path_factory):
 
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
+    from proxy_model import engine as proxy_engine
     from proxy_model.write import write
-    from vllm import LLM
     from vllm.v1.worker.gpu import cudagraph_utils
 
     teardown = cudagraph_utils._teardown_profiling_state
@@ -60,26 +60,12 @@ def engine(request, query_len, profiled, tmp_path_factory):
     cudagraph_utils._teardown_profiling_state = watched
     model = tmp_path_factory.mktemp("proxy")
     write(model, request.config.getoption("--layers"))
-    speculative = {}
-    if query_len > 1:
-        speculative["speculative_config"] = {
-            "method": "dspark",
-            "num_speculative_tokens": query_len - 1,
-            "enable_adaptive_verification": False,
-        }
-    return LLM(
-        model=str(model),
-        load_format="dummy",
-        tokenizer_mode="deepseek_v41",
-        kv_cache_dtype="fp8",
+    return proxy_engine.make(
+        str(model),
+        query_len,
+        decode_backend="latency_specialized",
         max_model_len=4096,
-        max_num_seqs=32,
         gpu_memory_utilization=0.5,
-        limit_mm_per_prompt={"image": 0},
-        compilation_config={"cudagraph_mode": "FULL_AND_PIECEWISE"},
-        additional_config={"decode_backend": "latency_specialized"},
-        seed=0,
-        **speculative,
     )
 
 

@@ -133,7 +133,7 @@ def test_without_a_gpu_it_says_what_it_would_get(home, fork):
     result = serve("--proxy", "8", home=home, PYTHONPATH=str(fork))
     assert result.returncode == 1
     assert result.stderr == "serve.sh: no NVIDIA GPU here: run this on a GPU node\n"
-    assert result.stdout == "this machine would get: the stock decode\n"
+    assert result.stdout == "this deployment would get: the stock decode\n"
     assert not (home / ".cache").exists()
 
 

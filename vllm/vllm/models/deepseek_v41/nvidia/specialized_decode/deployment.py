@@ -237,15 +237,19 @@ def decode_deployment(vllm_config: VllmConfig) -> Deployment:
 
 
 def describe_platform() -> str:
-    """One line: what this machine's GPUs can serve under each decode backend."""
+    """One line: what the GPUs here get under each decode backend, or would get."""
+    recorded = "recorded attention metadata under decode_backend=auto"
     if not current_platform.is_cuda():
-        return "no NVIDIA GPU: DeepSeek-V4.1 cannot be served here"
+        return (
+            f"no NVIDIA GPU here; with one, {recorded} and latency_specialized, and "
+            "upstream's executor under the latter on a GB300"
+        )
     demanded = (
         "upstream's executor"
         if current_platform.is_device_capability(103)
         else "the same"
     )
     return (
-        f"{current_platform.get_device_name()}: recorded attention metadata under "
-        f"decode_backend=auto, {demanded} under latency_specialized"
+        f"{current_platform.get_device_name()}: {recorded}, {demanded} under "
+        "latency_specialized"
     )

@@ -1,0 +1,31 @@
+"""An offline engine on a proxy model, in this process. Needs a GPU."""
+
+from typing import Any
+
+
+def make(model: str, query_len: int, decode_backend: str, **options: Any) -> Any:
+    """A ``vllm.LLM`` on the proxy in the folder ``model``.
+
+    Decode steps have ``query_len`` tokens a request, with DSpark above 1. The model
+    runner is within reach only under ``VLLM_ENABLE_V1_MULTIPROCESSING=0``.
+    """
+    from vllm import LLM
+
+    if query_len > 1:
+        options["speculative_config"] = {
+            "method": "dspark",
+            "num_speculative_tokens": query_len - 1,
+            "enable_adaptive_verification": False,
+        }
+    return LLM(
+        model=model,
+        load_format="dummy",
+        tokenizer_mode="deepseek_v41",
+        kv_cache_dtype="fp8",
+        max_num_seqs=32,
+        limit_mm_per_prompt={"image": 0},
+        compilation_config={"cudagraph_mode": "FULL_AND_PIECEWISE"},
+        additional_config={"decode_backend": decode_backend},
+        seed=0,
+        **options,
+    )
