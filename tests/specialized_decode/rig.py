@@ -51,13 +51,25 @@ DEVICE = torch.device("cpu")
 
 
 class Architecture(StrEnum):
-    """The two families of V4.1 metadata builders."""
+    """The deployments that differ in their metadata builders or in the branches
+    those take."""
 
-    SM90 = "sm90"  # FlashMLA, dense indexer
+    SM90 = "sm90"  # FlashMLA, dense indexer in kernel blocks
     SM100 = "sm100"  # FlashInfer, sparse indexer
+    SM100_FLASHMLA = "sm100_flashmla"  # FlashMLA and mega attention, dense indexer
+    SM120 = "sm120"  # FlashInfer, dense indexer
+
+    @property
+    def family(self) -> int:
+        """The compute capability family, e.g. 90."""
+        return int(self.value.partition("_")[0].removeprefix("sm"))
+
+    @property
+    def uses_flashmla(self) -> bool:
+        return self in (Architecture.SM90, Architecture.SM100_FLASHMLA)
 
 
-NUM_SMS = {Architecture.SM90: 132, Architecture.SM100: 148}
+NUM_SMS = {90: 132, 100: 148, 120: 188}
 
 # A small model with every kind of DeepSeek-V4.1 attention layer.
 MODEL = {
@@ -181,7 +193,7 @@ def pretend_architecture(architecture: Architecture, monkeypatch) -> None:
     No kernel of DeepGEMM, FlashMLA or DeepSelect runs in a metadata build but
     the schedule of DeepGEMM.
     """
-    family = {Architecture.SM90: 90, Architecture.SM100: 100}[architecture]
+    family = architecture.family
     platform = indexer.current_platform
 
     class Platform:
@@ -207,7 +219,7 @@ def pretend_architecture(architecture: Architecture, monkeypatch) -> None:
     for module in (indexer, sparse_indexer, sparse_swa, sparse_mla, deep_gemm):
         monkeypatch.setattr(module, "current_platform", Platform())
     monkeypatch.setattr(indexer, "has_deep_gemm", lambda: True)
-    monkeypatch.setattr(indexer, "num_compute_units", lambda *_: NUM_SMS[architecture])
+    monkeypatch.setattr(indexer, "num_compute_units", lambda *_: NUM_SMS[family])
     monkeypatch.setattr(indexer, "get_paged_mqa_logits_metadata", _paged_mqa_schedule)
     monkeypatch.setattr(sparse_indexer, "has_deep_gemm_sparse_mqa", lambda: True)
     monkeypatch.setattr(sparse_indexer, "has_deep_select", lambda: True)
@@ -301,14 +313,16 @@ class Rig:
         ring = CircularBufferSpec(
             block_size=16, num_kv_heads=1, head_size=512, dtype=torch.bfloat16
         )
-        if self.architecture == Architecture.SM90:
+        if self.architecture.uses_flashmla:
             swa_backend = flashmla.DeepseekSparseSWAFlashMLABackend
             mla_backend = sparse_mla.DeepseekV4FlashMLABackend
-            indexer_backend = indexer.DeepseekV41IndexerBackend
         else:
             swa_backend = flashinfer_sparse.DeepseekSparseSWAFlashInferBackend
             mla_backend = flashinfer_sparse.DeepseekV4FlashInferMLASparseBackend
+        if self.architecture == Architecture.SM100:
             indexer_backend = sparse_indexer.DeepseekV41SparseIndexerBackend
+        else:
+            indexer_backend = indexer.DeepseekV41IndexerBackend
         groups = [
             (window, [("window", swa_backend)]),
             (full, [("full.mla", mla_backend), ("full.indexer", indexer_backend)]),

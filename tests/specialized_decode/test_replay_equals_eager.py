@@ -110,14 +110,24 @@ def test_poison_would_show_a_build_that_does_not_run(make_rig):
         assert_same_for_forward(want, clones(view), step)
 
 
-def test_the_two_architectures_are_two(make_rig):
-    """The rig really takes the branches of each architecture."""
-    types = {}
+def test_the_rig_takes_the_branches_of_each_architecture(make_rig):
+    indexers, window_builders = {}, {}
     for architecture in Architecture:
         rig = make_rig(architecture, 6)
-        types[architecture] = {type(builder) for builder in rig.builders()}
-        indexers = [b for b in rig.builders() if hasattr(b, "use_flattening")]
-        assert {b.num_sms for b in indexers} == {NUM_SMS[architecture]}
-        on_sm100 = architecture == Architecture.SM100
-        assert all(b.supports_varlen == on_sm100 for b in indexers)
-    assert len(types[Architecture.SM90] & types[Architecture.SM100]) == 1  # the ring
+        indexers[architecture] = next(
+            builder for builder in rig.builders() if hasattr(builder, "use_flattening")
+        )
+        window_builders[architecture] = type(next(rig.builders()))
+    assert {a: b.num_sms for a, b in indexers.items()} == {
+        a: NUM_SMS[a.family] for a in Architecture
+    }
+    assert [a for a, b in indexers.items() if b.supports_varlen] == [
+        Architecture.SM100,
+        Architecture.SM100_FLASHMLA,
+    ]
+    assert [a for a, b in indexers.items() if b.use_flattening] == [
+        Architecture.SM90,
+        Architecture.SM120,
+    ]
+    assert len({type(b) for b in indexers.values()}) == 2
+    assert len(set(window_builders.values())) == 2
