@@ -3,6 +3,13 @@
 `base` pins the release, `own` lists the files we wrote, `patches` is the format
 of our edits to upstream's files, and `stack` is the three read together.
 `fetch`, `archive` and `source` bring the release; `history` keeps base and
-patches as commits; `tree` owns what lies in `vllm/`.  The commands (`apply`,
-`refresh`, `status`, `doctor`) are thin.  Standard library and git only.
+patches as commits; `tree` owns what lies in `vllm/`.
+
+For another release, `releases` records it, `carry` brings the patches over,
+`symbols`, `uses` and `drift` compare what our code takes from upstream, `trial`
+is the verdict, `report` its words, `accept` makes it the stack,
+`undo` takes that back.
+
+The commands (`apply`, `refresh`, `rebase`, `status`, `doctor`) are thin.
+Standard library and git only.
 """

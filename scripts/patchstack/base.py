@@ -103,10 +103,15 @@ def path_sha256(root: Path, path: str) -> str | None:
 def load(repo: Path) -> Base:
     path = repo / FILE
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-        return _read(data)
+        return parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise StackError(f"{path} is missing: restore it from git") from None
+
+
+def parse(text: str) -> Base:
+    """Read `upstream.toml`; raises `StackError` for what is none."""
+    try:
+        return _read(tomllib.loads(text))
     except tomllib.TOMLDecodeError as fault:
         raise StackError(f"{FILE} is not valid TOML: {fault}") from None
     except (KeyError, TypeError, AttributeError) as fault:
@@ -151,12 +156,41 @@ def with_replaced(text: str, pin: Pin) -> str:
     )
 
 
-def without_replaced(text: str, path: str) -> str:
-    """`upstream.toml` without the `[[replaces]]` entry of `path`."""
+def without_pin(text: str, path: str) -> str:
+    """`upstream.toml` without the `[[replaces]]` or `[[removes]]` entry of `path`."""
     line = r"(?:[^\[#\n].*\n)*"
     name = re.escape(f"path = {_quoted(path)}\n")
-    entry = re.compile(rf"^\[\[replaces\]\]\n{line}?{name}{line}\n?", re.MULTILINE)
+    entry = re.compile(
+        rf"^\[\[(?:replaces|removes)\]\]\n{line}?{name}{line}\n?", re.MULTILINE
+    )
     return entry.sub("", text, count=1).rstrip("\n") + "\n"
+
+
+def with_release(
+    text: str, version: str, sdist: Archive, wheels: Mapping[str, Archive]
+) -> str:
+    """`upstream.toml` for another release: its version, its sdist, its wheels."""
+    values = {"version": _quoted(version), "sdist": _archive(sdist)}
+    values |= {machine: _archive(wheel) for machine, wheel in wheels.items()}
+    head, touches, tail = text.partition("[touches]\n")
+    for key, value in values.items():
+        line = re.compile(rf"^{re.escape(key)} = .*$", re.MULTILINE)
+        # Backslashes of a replacement would be taken for references.
+        stated = f"{key} = {value}".replace("\\", "\\\\")
+        head = line.sub(stated, head, count=1)
+    return head + touches + tail
+
+
+def with_pin(text: str, path: str, sha256: str) -> str:
+    """`upstream.toml` with another sha256 in the entry of a path that gives way."""
+    entry = re.compile(
+        rf"^(path = {re.escape(_quoted(path))}\nsha256 = ).*$", re.MULTILINE
+    )
+    return entry.sub(lambda found: found[1] + _quoted(sha256), text, count=1)
+
+
+def _archive(archive: Archive) -> str:
+    return f"{{ file = {_quoted(archive.file)}, sha256 = {_quoted(archive.sha256)} }}"
 
 
 def _quoted(text: str) -> str:

@@ -1,5 +1,6 @@
 """Release files from the package index, through a cache keyed by content."""
 
+import json
 import os
 import subprocess
 import sys
@@ -41,13 +42,7 @@ def fetch(archive: Archive, version: str, offline: bool) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as temporary:
-            _download(archive, version, Path(temporary))
-            fetched = Path(temporary) / archive.file
-            if not fetched.is_file():
-                raise StackError(
-                    f"the package index gave another file than {archive.file}: "
-                    f"check its settings, or give the file ({_option(archive)} FILE)"
-                )
+            fetched = _download(archive, version, Path(temporary))
             verify(fetched, archive)
             fetched.replace(place)
     except PermissionError as fault:
@@ -56,6 +51,121 @@ def fetch(archive: Archive, version: str, offline: bool) -> Path:
             "of yours"
         ) from None
     return place
+
+
+def find_sdist(version: str, offline: bool) -> Path:
+    """The sdist of a release that is not pinned, from the cache or the index."""
+    name = f"vllm-{version}.tar.gz"
+    cached = _cached(name)
+    if cached is not None:
+        return fetch(cached, version, offline)
+    if offline:
+        raise StackError(
+            f"{name} is not in the cache ({cache_folder()}): run once without "
+            "--offline, or give the file (--from FILE)"
+        )
+    return fetch(_pinned(name, version, offers(version)), version, offline)
+
+
+def find_wheel(version: str, machine: str, offline: bool) -> Archive:
+    """Name and content of a release's wheel; fetched only if the index is silent."""
+    tail = f"_{machine}.whl"
+    cached = _cached(f"vllm-{version}-*{tail}")
+    if cached is not None:
+        return cached
+    if offline:
+        raise StackError(
+            f"the wheel of vLLM {version} for {machine} is not in the cache "
+            f"({cache_folder()}): run once without --offline"
+        )
+    offered = offers(version)
+    names = sorted(name for name in offered if name.endswith(tail))
+    if len(names) != 1:
+        raise StackError(
+            f"the package index has {len(names)} wheels of vLLM {version} for "
+            f"{machine}, one is needed: drop {machine} from [base.wheels] in "
+            "upstream.toml, or choose another release"
+        )
+    return _pinned(names[0], version, offered)
+
+
+def newest() -> str:
+    """Version of the newest release that has an sdist on the index."""
+    # The index names the newest first.
+    sdists = [name for name in offers() if name.endswith(".tar.gz")]
+    if not sdists:
+        raise StackError("the package index has no sdist of vLLM: check its settings")
+    return sdists[0].removeprefix("vllm-").removesuffix(".tar.gz")
+
+
+def offers(version: str | None = None) -> dict[str, str | None]:
+    """File names of a release on the index, each with its sha256 where stated."""
+    python = downloader()
+    wanted = f"vllm=={version}" if version else "vllm"
+    note(f"asking the package index for {wanted}")
+    done = subprocess.run(
+        [python, "-c", _OFFERS, wanted, json.dumps(_index_settings(python))],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=_downloader_environment(),
+    )
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["no answer"]
+        raise StackError(
+            f"cannot ask the package index for {wanted}: {lines[-1]}: check the "
+            "network or pip's index settings"
+        )
+    found: dict[str, str | None] = json.loads(done.stdout)
+    if not found:
+        raise StackError(
+            f"the package index has no {wanted}: check the version, the network or "
+            "pip's index settings, or give the release (--from FILE|DIR|GIT-URL@TAG)"
+        )
+    return found
+
+
+_OFFERS = """
+import json, sys
+from unearth import PackageFinder
+settings = json.loads(sys.argv[2])
+finder = PackageFinder(
+    index_urls=settings["--index-url"],
+    find_links=settings["--find-link"],
+    trusted_hosts=settings["--trusted-host"],
+    ignore_compatibility=True,
+)
+links = [it.link for it in finder.find_matches(sys.argv[1])]
+print(json.dumps({it.filename: (it.hashes or {}).get("sha256") for it in links}))
+"""
+
+
+def _cached(pattern: str) -> Archive | None:
+    """The one archive in the cache of that name; two contents count for none."""
+    found = sorted(cache_folder().glob(f"archives/*/{pattern}"))
+    if len(found) != 1:
+        return None
+    return Archive(found[0].name, found[0].parent.name)
+
+
+def _pinned(name: str, version: str, offered: dict[str, str | None]) -> Archive:
+    if name not in offered:
+        raise StackError(
+            f"the package index has no {name}: give the release "
+            "(--from FILE|DIR|GIT-URL@TAG)"
+        )
+    digest = offered[name]
+    if digest is not None:
+        return Archive(name, digest)
+    folder = cache_folder() / "archives"
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as temporary:
+        fetched = _download(Archive(name, ""), version, Path(temporary))
+        archive = Archive(name, file_sha256(fetched))
+        (folder / archive.sha256).mkdir(exist_ok=True)
+        fetched.replace(folder / archive.sha256 / name)
+    return archive
 
 
 def verify(path: Path, archive: Archive) -> None:
@@ -72,7 +182,7 @@ def _option(archive: Archive) -> str:
     return "--wheel" if archive.file.endswith(".whl") else "--from"
 
 
-def _download(archive: Archive, version: str, into: Path) -> None:
+def _download(archive: Archive, version: str, into: Path) -> Path:
     python = downloader()
     command = [*selection(python, archive, version), "-d", str(into)]
     note(f"fetching {archive.file}")
@@ -98,6 +208,13 @@ def _download(archive: Archive, version: str, into: Path) -> None:
                 f"check the network or pip's index settings, or give the file "
                 f"({_option(archive)} FILE)"
             )
+    fetched = into / archive.file
+    if not fetched.is_file():
+        raise StackError(
+            f"the package index gave another file than {archive.file}: check its "
+            f"settings, or give the file ({_option(archive)} FILE)"
+        )
+    return fetched
 
 
 def selection(python: Path, archive: Archive, version: str) -> list[str]:
@@ -172,6 +289,15 @@ def _make_downloader(place: Path) -> None:
 
 
 def _index_options(python: Path) -> list[str]:
+    return [
+        part
+        for key, values in _index_settings(python).items()
+        for value in values
+        for part in (key, value)
+    ]
+
+
+def _index_settings(python: Path) -> dict[str, list[str]]:
     """pip's own settings, so that a private mirror set up for pip serves us too."""
     done = subprocess.run(
         [python, "-m", "pip", "config", "list"],
@@ -187,17 +313,14 @@ def _index_options(python: Path) -> list[str]:
         # pip's order of precedence: the environment comes last and wins.
         if scope in ("global", "download", ":env:"):
             settings[key] = value.strip("'\"").split()
-    options = []
     indexes = settings.get("index-url", []) + settings.get("extra-index-url", [])
     if indexes and "index-url" not in settings:
         indexes.insert(0, _default_index(python))
-    for key, values in (
-        ("--index-url", indexes),
-        ("--find-link", settings.get("find-links", [])),
-        ("--trusted-host", settings.get("trusted-host", [])),
-    ):
-        options += [part for value in values for part in (key, value)]
-    return options
+    return {
+        "--index-url": indexes,
+        "--find-link": settings.get("find-links", []),
+        "--trusted-host": settings.get("trusted-host", []),
+    }
 
 
 def _default_index(python: Path) -> str:

@@ -59,6 +59,12 @@ def clean_environment() -> dict[str, str]:
 class GitError(StackError):
     """A git command failed; the text is git's own."""
 
+    def __init__(self, said: str, code: int = 0, output: bytes = b"") -> None:
+        super().__init__(said)
+        self.code = code
+        self.output = output
+        """What it had written to stdout."""
+
 
 def call(
     command: list[str],
@@ -75,7 +81,7 @@ def call(
         raise StackError("git is not installed: install git") from None
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip() or "no message"
-        raise GitError(said.replace("\n", "; "))
+        raise GitError(said.replace("\n", "; "), done.returncode, done.stdout)
     return done.stdout
 
 

@@ -7,11 +7,13 @@ must be, before and after, exactly the text that the patch was made for.
 """
 
 import email.utils
+import os
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from .base import Base
 from .errors import StackError, some
@@ -97,19 +99,56 @@ class History:
 
     def diff(self, where: str, before: str, after: str) -> list[FileDiff]:
         """Files that differ between two trees, as edits."""
-        out = self.git.run(
+        return parse_diff(where, self.raw_diff(before, after))
+
+    def raw_diff(self, before: str, after: str, *options: str) -> bytes:
+        """The difference of two trees as git prints it."""
+        return self.git.run(
             "diff-tree", "-r", "-p", "--full-index", "--no-renames", "--no-ext-diff",
             "--no-textconv", "--no-color", "--unified=3", "--inter-hunk-context=0",
             "--diff-algorithm=histogram", "--indent-heuristic", "--src-prefix=a/",
-            "--dst-prefix=b/", before, after,
+            "--dst-prefix=b/", *options, before, after,
         )  # fmt: skip
-        return parse_diff(where, out)
+
+    def renames(self, before: str, after: str) -> dict[str, str]:
+        """Files that only `before` has -> the files of `after` most like them."""
+        out = self.git.run(
+            *("diff-tree", "-r", "-z", "--name-status", "--find-renames=50%"),
+            *("--diff-filter=R", "-l", "0", before, after),
+        )
+        # Three fields each: how alike, the old name, the new one.
+        fields = out.decode().split("\0")[:-1]
+        return dict(zip(fields[1::3], fields[2::3], strict=True))
+
+    def count_lines(self, before: str, after: str) -> tuple[int, int]:
+        """Lines that the second of two blobs gains and loses."""
+        out = self.git.line("diff", "--numstat", before, after)
+        added, removed = out.split("\t")[:2]
+        # git counts no lines of what it takes for binary.
+        return (0, 0) if added == "-" else (int(added), int(removed))
+
+    def adopt(self, other: "History") -> None:
+        """Take the objects of another history, as the same files where possible."""
+        for place in (other.git_dir / "objects").rglob("*"):
+            target = self.git_dir / place.relative_to(other.git_dir)
+            if place.is_dir():
+                target.mkdir(exist_ok=True)
+            elif not target.exists():
+                try:
+                    os.link(place, target)
+                except OSError:
+                    shutil.copy2(place, target)
+
+    def range_diff(self, old: str, new: str) -> str:
+        """How a patch's commit differs from what became of it; no colours."""
+        pair = (f"{old}^..{old}", f"{new}^..{new}")
+        options = ("--no-color", "--creation-factor=999", "--no-notes")
+        return self.git.run("range-diff", *options, *pair).decode(errors="replace")
 
     def build(self, release: str, base: Base, patches: Iterable[Patch]) -> Built:
         """Commit base and patches; raises `PatchFailure` at the first that fails."""
         tree = self.trim(release, base)
-        message = f"vLLM {base.version}\n"
-        commits = [self.commit(tree, None, _BASE_PERSON, _BASE_DATE, message)]
+        commits = [self.commit_base(tree, base.version)]
         files = self.files(tree)
         with self._index() as git:
             git.run("read-tree", tree)
@@ -129,14 +168,65 @@ class History:
                 return False
         return True
 
+    def merge(
+        self, ours: str, old: str, theirs: str, names: tuple[str, str, str]
+    ) -> tuple[bytes, bool]:
+        """Three-way merge of blobs: the text, and whether it holds conflicts.
+
+        `names` stand at the conflict markers, in the order of the blobs.
+        """
+        with tempfile.TemporaryDirectory() as temporary:
+            files = []
+            for name, blob in zip("abc", (ours, old, theirs), strict=True):
+                files.append(Path(temporary) / name)
+                files[-1].write_bytes(self.blob(blob))
+            labels = [part for name in names for part in ("-L", name)]
+            command = ["merge-file", "-p", "-q", "--diff3", *labels]
+            try:
+                return self.git.run(*command, *map(str, files)), False
+            except GitError as fault:
+                # The code is the number of conflicts, or for a failure 128 and up.
+                if fault.code >= 128:
+                    raise
+                return fault.output, True
+
     def trim(self, tree: str, base: Base) -> str:
         """The tree without what gives way to the stack."""
         gone = [path for path in self.files(tree) if base.gives_way(path)]
+        return self.without(tree, gone)
+
+    def without(self, tree: str, paths: Iterable[str]) -> str:
+        """The tree without some of its files."""
         with self._index() as git:
             git.run("read-tree", tree)
-            listed = "".join(f"{path}\0" for path in gone).encode()
+            listed = "".join(f"{path}\0" for path in paths).encode()
             git.run("update-index", "--force-remove", "-z", "--stdin", stdin=listed)
             return git.line("write-tree")
+
+    def ignored(self, tree: str, paths: Iterable[str]) -> set[str]:
+        """Those of the paths that the tree's own ignore files hide from git."""
+        with tempfile.TemporaryDirectory() as temporary:
+            for path, (_, blob) in self.files(tree).items():
+                if PurePosixPath(path).name == ".gitignore":
+                    place = Path(temporary) / path
+                    place.parent.mkdir(parents=True, exist_ok=True)
+                    place.write_bytes(self.blob(blob))
+            listed = "\0".join(paths).encode()
+            command = ("check-ignore", "--no-index", "-z", "--stdin")
+            try:
+                git = Git(self.git_dir, Path(temporary))
+                # This command knows no literal paths.
+                extra = {"GIT_LITERAL_PATHSPECS": "0"}
+                out = git.run(*command, stdin=listed, extra=extra)
+            except GitError as fault:
+                # 1 says that none is hidden.
+                if fault.code != 1:
+                    raise
+                return set()
+        return set(out.decode().split("\0")[:-1])
+
+    def commit_base(self, tree: str, version: str) -> str:
+        return self.commit(tree, None, _BASE_PERSON, _BASE_DATE, f"vLLM {version}\n")
 
     def commit_patch(self, tree: str, parent: str, patch: Patch) -> str:
         return self.commit(tree, parent, patch.author, patch.date, patch.message)

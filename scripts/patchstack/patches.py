@@ -26,7 +26,7 @@ SUBJECT_WIDTH = 72
 
 _NAME = re.compile(r"(\d{4})-([a-z0-9]+(?:-[a-z0-9]+)*)\.patch")
 _STATUS = re.compile(r"none|filed( \S.*)?|merged in \S.*", re.DOTALL)
-_MAGIC = "From " + "0" * 40 + " Mon Sep 17 00:00:00 2001"
+MAGIC = "From " + "0" * 40 + " Mon Sep 17 00:00:00 2001"
 _HUNK = re.compile(rb"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@(.*)")
 _INDEX = re.compile(rb"index ([0-9a-f]{40})\.\.([0-9a-f]{40}) (100644|100755)")
 
@@ -143,7 +143,7 @@ class Patch:
     def to_bytes(self) -> bytes:
         _, _, rest = self.message.partition("\n")
         head = (
-            f"{_MAGIC}\nFrom: {self.author}\nDate: {self.date}\n"
+            f"{MAGIC}\nFrom: {self.author}\nDate: {self.date}\n"
             f"Subject: [PATCH] {self.subject}\n{rest}\n"
         )
         return head.encode() + self.diff()

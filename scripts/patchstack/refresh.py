@@ -9,7 +9,6 @@ import argparse
 import datetime
 import email.utils
 import json
-import tempfile
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,10 +17,9 @@ from pathlib import Path
 from . import apply, base, gitcmd, own, patches, stack, tree
 from .base import Pin
 from .errors import StackError, count, some
-from .gitcmd import Git, GitError
 from .history import Built, History
 from .patches import HEADERS, Patch
-from .stack import Places, Stack
+from .stack import Places, Stack, write
 from .tree import Edits, Marker
 
 _WRITTEN_BY_USER = tuple(key for key in HEADERS if key != "Touches")
@@ -150,7 +148,7 @@ class _Work:
 
         def rewrite(text: str) -> str:
             for path in replaced.intersection(paths):
-                text = base.without_replaced(text, path)
+                text = base.without_pin(text, path)
             return text
 
         if replaced.intersection(paths):
@@ -293,20 +291,14 @@ class _Work:
         """A state of a file with the edit that leads from `last` to `edited`."""
         if state == last:
             return edited
-        with tempfile.TemporaryDirectory() as temporary:
-            files = []
-            for name, (_, blob) in zip("abc", (state, last, edited), strict=True):
-                files.append(Path(temporary) / name)
-                files[-1].write_bytes(self.history.blob(blob))
-            git = Git(self.history.git_dir)
-            try:
-                merged = git.run("merge-file", "-p", "-q", *map(str, files))
-            except GitError:
-                last_patch = [p for p in self.loaded.patches if path in p.touches][-1]
-                raise StackError(
-                    f"the edit of vllm/{path} lies on lines that a later patch "
-                    f"changes: fold it there: scripts/refresh.sh {last_patch.topic}"
-                ) from None
+        blobs = (state[1], last[1], edited[1])
+        merged, conflicts = self.history.merge(*blobs, names=("", "", ""))
+        if conflicts:
+            last_patch = [p for p in self.loaded.patches if path in p.touches][-1]
+            raise StackError(
+                f"the edit of vllm/{path} lies on lines that a later patch "
+                f"changes: fold it there: scripts/refresh.sh {last_patch.topic}"
+            )
         return state[0], self.history.store(merged)
 
     def _store(self, kept: list[Patch], tree_id: str) -> None:
@@ -332,7 +324,7 @@ class _Work:
             places.patches.mkdir(exist_ok=True)
             for name, data in raw.items():
                 if data != loaded.raw.get(name):
-                    _write(places.patches / name, data)
+                    write(places.patches / name, data)
             self._write_series(list(raw))
             for name in loaded.raw.keys() - raw.keys():
                 (places.patches / name).unlink()
@@ -341,16 +333,9 @@ class _Work:
     def _write_series(self, names: list[str]) -> None:
         place = self.loaded.places.patches / stack.SERIES
         old = place.read_text() if place.exists() else ""
-        gone = self.loaded.raw.keys() - set(names)
-        lines = [
-            line
-            for line in old.splitlines()
-            if line.partition("#")[0].strip() not in gone
-        ]
-        lines += [name for name in names if name not in self.loaded.raw]
-        text = "".join(f"{line}\n" for line in lines)
+        text = stack.with_series(old, names, self.loaded.raw)
         if text != old:
-            _write(place, text.encode())
+            write(place, text.encode())
 
     def _touches(self, series: Sequence[Patch]) -> dict[str, str]:
         released = self.history.files(self.marker.release)
@@ -376,11 +361,11 @@ class _Work:
 
     def _write_base(self, rewrite: Callable[[str], str]) -> None:
         place = self.loaded.places.repo / base.FILE
-        _write(place, rewrite(place.read_text()).encode())
+        write(place, rewrite(place.read_text()).encode())
 
     def _write_own(self, paths: list[str]) -> None:
         places = self.loaded.places
-        _write(places.tree / own.MANIFEST, own.render(paths).encode())
+        write(places.tree / own.MANIFEST, own.render(paths).encode())
         loaded = stack.load(places.repo)
         built = self.history.build(self.marker.release, loaded.base, loaded.patches)
         apply.record(loaded, self.marker, built)
@@ -477,13 +462,3 @@ def _reworded(patch: Patch, options: argparse.Namespace) -> Patch:
     given = {key: value for key, value in _headers(options).items() if value}
     subject = given.pop("Subject", patch.subject)
     return replace(patch, subject=subject, headers=patch.headers | given)
-
-
-def _write(place: Path, data: bytes) -> None:
-    partial = place.with_name(place.name + ".part")
-    try:
-        partial.write_bytes(data)
-        partial.replace(place)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise

@@ -24,6 +24,11 @@ class Source:
 
     def lay(self, into: Path, base: Base) -> None:
         """Put the verified base into the new folder `into`."""
+        self.unpack(into)
+        verify(into, base, complete=self.kind == "sdist")
+
+    def unpack(self, into: Path) -> None:
+        """Put the files into the new folder `into`, whatever they are."""
         if self.kind == "sdist":
             note(f"unpacking {Path(self.place).name}")
             archive.unpack_sdist(Path(self.place), into)
@@ -38,7 +43,6 @@ class Source:
         else:
             note(f"cloning {self.place}")
             _lay_clone(self.place, into)
-        verify(into, base, complete=self.kind == "sdist")
 
 
 def resolve(wanted: str | None, base: Base, offline: bool) -> Source:
@@ -46,15 +50,22 @@ def resolve(wanted: str | None, base: Base, offline: bool) -> Source:
     if wanted is None:
         path = fetch.fetch(base.sdist, base.version, offline)
         return Source("sdist", str(path))
+    found = locate(wanted, offline)
+    path = Path(found.place)
+    if found.kind == "sdist" and file_sha256(path) != base.sdist.sha256:
+        version = archive.sdist_version(path)
+        if version not in (None, base.version):
+            raise _wrong(version, base, path.name)
+        fetch.verify(path, base.sdist)
+    return found
+
+
+def locate(wanted: str, offline: bool) -> Source:
+    """What `--from WANTED` names; its content is not looked at."""
     path = Path(wanted)
     if path.is_dir():
         return Source("folder", str(path.resolve()))
     if path.is_file():
-        if file_sha256(path) != base.sdist.sha256:
-            found = archive.sdist_version(path)
-            if found not in (None, base.version):
-                raise _wrong(found, base, path.name)
-            fetch.verify(path, base.sdist)
         return Source("sdist", str(path.resolve()))
     url, at, tag = wanted.rpartition("@")
     is_url = "://" in url or ":" in url or Path(url).is_dir()
@@ -81,7 +92,7 @@ def verify(root: Path, base: Base, complete: bool) -> None:
         if found != pin.sha256 and (complete or found is not None):
             wrong.append(pin.path)
     if wrong:
-        found = _version(root)
+        found = version_of(root)
         if found is None or found == base.version:
             raise StackError(
                 f"the base is not vLLM {base.version} as released: {some(wrong)} "
@@ -120,7 +131,8 @@ def verify_against_wheel(root: Path, base: Base, wheel: archive.Wheel) -> None:
         )
 
 
-def _version(root: Path) -> str | None:
+def version_of(root: Path) -> str | None:
+    """The version that a laid sdist states; a clone states none."""
     info = root / "PKG-INFO"
     if info.is_file():
         return archive.metadata_version(info.read_text(errors="replace"))

@@ -1,6 +1,7 @@
 """The stack as the repository states it: base, own files, patches."""
 
 import hashlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -37,6 +38,11 @@ class Places:
     def scratch(self) -> Path:
         """Beside the tree, so that taking its place is one rename."""
         return self.repo / ".tree.new"
+
+    @property
+    def rebase(self) -> Path:
+        """Work folder of a rebase that is under way."""
+        return self.repo / ".rebase"
 
     @property
     def lock(self) -> Path:
@@ -88,6 +94,16 @@ def series(folder: Path) -> list[str]:
     return [line for line in lines if line]
 
 
+def with_series(text: str, names: list[str], known: Collection[str]) -> str:
+    """`patches/series` brought from the patches `known` to `names`; comments stay."""
+    gone = set(known) - set(names)
+    lines = [
+        line for line in text.splitlines() if line.partition("#")[0].strip() not in gone
+    ]
+    lines += [name for name in names if name not in known]
+    return "".join(f"{line}\n" for line in lines)
+
+
 def load(repo: Path) -> Stack:
     """Read the stack; raises `StackError` if a part is missing or malformed."""
     places = Places(repo)
@@ -115,3 +131,14 @@ def load(repo: Path) -> Stack:
         [patches.parse(name, data) for name, data in raw.items()],
         raw,
     )
+
+
+def write(place: Path, data: bytes) -> None:
+    """Write a file of the stack whole or not at all."""
+    partial = place.with_name(place.name + ".part")
+    try:
+        partial.write_bytes(data)
+        partial.replace(place)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise

@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from . import undo
 from .archive import WheelFile
 from .base import file_sha256
 from .errors import StackError, some
@@ -310,7 +311,7 @@ def busy(places: Places) -> bool:
 
 def interrupted(places: Places) -> bool:
     """Whether an earlier run stopped half way (call it without the lock held)."""
-    return places.scratch.exists() or not places.tree.exists()
+    return places.scratch.exists() or not places.tree.exists() or undo.pending(places)
 
 
 def clean(places: Places) -> None:
@@ -326,6 +327,8 @@ def repair(places: Places) -> None:
     """Clean up after a run that was killed; needs the lock."""
     if interrupted(places):
         note("cleaning up after an interrupted run")
+        if undo.pending(places):
+            undo.restore(places)
         clean(places)
     history = History(places.history)
     if not history.exists():

@@ -13,7 +13,7 @@ import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from patchstack import own
+from patchstack import own, stack
 
 REPO = Path(__file__).resolve().parents[2]
 MACHINE = platform.machine()
@@ -78,12 +78,18 @@ class Upstream:
     wheel: Path
 
 
-def make_upstream(folder: Path, version: str, changes: dict[str, str] | None = None):
-    """Write sdist and wheel of a release; `changes` replaces files by path."""
+def make_upstream(
+    folder: Path, version: str, changes: dict[str, str | None] | None = None
+):
+    """Write sdist and wheel of a release; `changes` replaces files by path.
+
+    A file that is changed to None is not in the release.
+    """
     texts = RELEASE | (changes or {})
     files = {
         path: text.replace("{version}", version).encode()
         for path, text in texts.items()
+        if text is not None
     }
     sdist = folder / f"vllm-{version}.tar.gz"
     write_sdist(sdist, f"vllm-{version}", files)
@@ -130,6 +136,57 @@ def header(subject: str) -> list[str]:
         *("--subject", subject, "--why", "it is needed", "--upstream-status", "none"),
         *("--drop-when", "tests/x.py::test_y", "--tests", "tests/x.py"),
     ]
+
+
+_HOSTILE = """\
+[core]
+    autocrlf = true
+    eol = crlf
+    fsmonitor = /bin/false
+    hooksPath = {hooks}
+    quotePath = true
+    attributesFile = {attributes}
+    excludesFile = {attributes}
+    fileMode = false
+    symlinks = false
+[commit]
+    gpgSign = true
+[gpg]
+    program = /bin/false
+[apply]
+    whitespace = fix
+    ignoreWhitespace = change
+[merge]
+    conflictStyle = merge
+[diff]
+    noprefix = true
+    external = /bin/false
+    algorithm = patience
+    context = 0
+    mnemonicPrefix = true
+[init]
+    templateDir = {hooks}
+    defaultBranch = other
+[status]
+    showUntrackedFiles = all
+[alias]
+    apply = !false
+"""
+_HOSTILE_VARIABLES = {
+    "GIT_CONFIG_COUNT": "1",
+    "GIT_CONFIG_KEY_0": "core.autocrlf",
+    "GIT_CONFIG_VALUE_0": "true",
+    "GIT_CONFIG_PARAMETERS": "'apply.whitespace=fix'",
+    "GIT_DIR": "/nowhere",
+    "GIT_INDEX_FILE": "/nowhere/index",
+    "GIT_WORK_TREE": "/nowhere",
+    "GIT_EXTERNAL_DIFF": "/bin/false",
+    "GIT_AUTHOR_DATE": "2001-01-01T00:00:00",
+    "GIT_COMMITTER_NAME": "Mallory",
+    "GIT_OBJECT_DIRECTORY": "/nowhere/objects",
+    "GIT_DIFF_OPTS": "-u0",
+    "LC_ALL": "de_DE.UTF-8",
+}
 
 
 @dataclass(frozen=True)
@@ -199,6 +256,28 @@ class Checkout:
         assert len(errors) == 1, done.stderr
         return errors[0].removeprefix("error: ")
 
+    def offer(self, upstream: Upstream) -> None:
+        """Put a release's archives into the cache."""
+        for archive in (upstream.sdist, upstream.wheel):
+            place = self.cache / "archives" / sha256(archive.read_bytes())
+            place.mkdir(parents=True)
+            shutil.copy2(archive, place)
+
+    def surround_with_hostile_git(self) -> None:
+        """Give the user and the system git settings that change what patches mean."""
+        home = self.repo.parent / "home"
+        hooks = home / "hooks"
+        hooks.mkdir(parents=True)
+        for name in ("pre-commit", "post-checkout", "reference-transaction"):
+            (hooks / name).write_text("#!/bin/sh\nexit 1\n")
+            (hooks / name).chmod(0o755)
+        attributes = home / "attributes"
+        attributes.write_text("* text eol=crlf ident\n*.py diff=python filter=x\n")
+        config = _HOSTILE.format(hooks=hooks, attributes=attributes)
+        (home / ".gitconfig").write_text(config)
+        (home / "system").write_text(config)
+        self.env.update(_HOSTILE_VARIABLES, GIT_CONFIG_SYSTEM=str(home / "system"))
+
     def inject(self, point: str, *command: str) -> list[str]:
         """Command line of the tool with an event at a point in it."""
         driver = Path(__file__).with_name("inject.py")
@@ -256,6 +335,20 @@ class Checkout:
         }
 
 
+def copy_stack(repo: Path) -> Path:
+    """This repository's own stack, as the new folder `repo`, not applied."""
+    repo.mkdir()
+    ignored = shutil.ignore_patterns("__pycache__", ".*_cache")
+    for name in ("scripts", "patches"):
+        shutil.copytree(REPO / name, repo / name, ignore=ignored)
+    shutil.copy2(REPO / "upstream.toml", repo)
+    for path in stack.load(REPO).own:
+        place = repo / "vllm" / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(REPO / "vllm" / path, place)
+    return repo
+
+
 def make_checkout(folder: Path, upstream: Upstream) -> Checkout:
     """A repository with own files and pins, but no patches, not applied."""
     repo, cache = folder / "repo", folder / "cache"
@@ -265,7 +358,7 @@ def make_checkout(folder: Path, upstream: Upstream) -> Checkout:
     shutil.copytree(
         REPO / "scripts" / "patchstack", repo / "scripts" / "patchstack", ignore=ignored
     )
-    for name in ("apply", "refresh", "status", "doctor"):
+    for name in ("apply", "refresh", "status", "doctor", "rebase"):
         shutil.copy2(REPO / "scripts" / f"{name}.sh", repo / "scripts")
     shutil.copy2(REPO / ".gitignore", repo)
     for path, text in OWN.items():
@@ -276,11 +369,8 @@ def make_checkout(folder: Path, upstream: Upstream) -> Checkout:
     (repo / "upstream.toml").write_text(pins(upstream))
     (repo / "patches").mkdir()
     (repo / "patches" / "series").write_text("")
-    for archive in (upstream.sdist, upstream.wheel):
-        place = cache / "archives" / sha256(archive.read_bytes())
-        place.mkdir(parents=True)
-        shutil.copy2(archive, place)
     checkout = Checkout(repo, upstream, cache)
+    checkout.offer(upstream)
     checkout.git("init", "-q")
     checkout.commit()
     return checkout

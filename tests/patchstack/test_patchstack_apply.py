@@ -325,70 +325,10 @@ def test_crlf_files_modes_and_links(stacked):
     assert (stacked.tree / "tools" / "run.sh").stat().st_uid == os.geteuid()
 
 
-HOSTILE = """\
-[core]
-    autocrlf = true
-    eol = crlf
-    fsmonitor = /bin/false
-    hooksPath = {hooks}
-    quotePath = true
-    attributesFile = {attributes}
-    excludesFile = {attributes}
-    fileMode = false
-    symlinks = false
-[commit]
-    gpgSign = true
-[gpg]
-    program = /bin/false
-[apply]
-    whitespace = fix
-    ignoreWhitespace = change
-[diff]
-    noprefix = true
-    external = /bin/false
-    algorithm = patience
-    context = 0
-    mnemonicPrefix = true
-[init]
-    templateDir = {hooks}
-    defaultBranch = other
-[status]
-    showUntrackedFiles = all
-[alias]
-    apply = !false
-"""
-HOSTILE_VARIABLES = {
-    "GIT_CONFIG_COUNT": "1",
-    "GIT_CONFIG_KEY_0": "core.autocrlf",
-    "GIT_CONFIG_VALUE_0": "true",
-    "GIT_CONFIG_PARAMETERS": "'apply.whitespace=fix'",
-    "GIT_DIR": "/nowhere",
-    "GIT_INDEX_FILE": "/nowhere/index",
-    "GIT_WORK_TREE": "/nowhere",
-    "GIT_EXTERNAL_DIFF": "/bin/false",
-    "GIT_AUTHOR_DATE": "2001-01-01T00:00:00",
-    "GIT_COMMITTER_NAME": "Mallory",
-    "GIT_OBJECT_DIRECTORY": "/nowhere/objects",
-    "GIT_DIFF_OPTS": "-u0",
-    "LC_ALL": "de_DE.UTF-8",
-}
-
-
 def test_hostile_git_configuration(stacked):
     log = ["--git-dir=.tree.git", "log", "--format=%H"]
     expected, commits = stacked.content(), stacked.git(*log)
-    home = stacked.repo.parent / "home"
-    hooks = home / "hooks"
-    hooks.mkdir(parents=True)
-    for name in ("pre-commit", "post-checkout", "reference-transaction"):
-        (hooks / name).write_text("#!/bin/sh\nexit 1\n")
-        (hooks / name).chmod(0o755)
-    attributes = home / "attributes"
-    attributes.write_text("* text eol=crlf ident\n*.py diff=python filter=x\n")
-    config = HOSTILE.format(hooks=hooks, attributes=attributes)
-    (home / ".gitconfig").write_text(config)
-    (home / "system").write_text(config)
-    stacked.env.update(HOSTILE_VARIABLES, GIT_CONFIG_SYSTEM=str(home / "system"))
+    stacked.surround_with_hostile_git()
     stacked.ok("apply", "--unapply")
     stacked.ok("apply")
     assert stacked.content() == expected

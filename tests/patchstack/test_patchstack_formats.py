@@ -270,7 +270,7 @@ def test_replaced_pins_come_and_go():
     assert more == PINS + (
         '\n[[replaces]]\npath = "z.py"\nsha256 = "9"\nwhy = "third"\n'
     )
-    assert base.without_replaced(more, "z.py") == PINS
-    less = base.without_replaced(PINS, "x.py")
+    assert base.without_pin(more, "z.py") == PINS
+    less = base.without_pin(PINS, "x.py")
     assert "x.py" not in less and "y.py" in less and "first" not in less
     assert "# Another." in less

@@ -32,17 +32,7 @@ def archives(pins):
 @pytest.fixture(scope="module")
 def applied(archives, tmp_path_factory):
     """A copy of this repository's stack, applied."""
-    repo = tmp_path_factory.mktemp("release") / "repo"
-    repo.mkdir()
-    ignored = shutil.ignore_patterns("__pycache__", ".*_cache")
-    for name in ("scripts", "patches"):
-        if (REPO / name).is_dir():
-            shutil.copytree(REPO / name, repo / name, ignore=ignored)
-    shutil.copy2(REPO / "upstream.toml", repo)
-    for path in stack.load(REPO).own:
-        place = repo / "vllm" / path
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(REPO / "vllm" / path, place)
+    repo = synthetic.copy_stack(tmp_path_factory.mktemp("release") / "repo")
     run(repo)
     yield stack.load(repo)
     shutil.rmtree(repo)
