@@ -10,6 +10,6 @@ For another release, `releases` records it, `carry` brings the patches over,
 is the verdict, `report` its words, `accept` makes it the stack,
 `undo` takes that back.
 
-The commands (`apply`, `refresh`, `rebase`, `status`, `doctor`) are thin.
+The commands (`apply`, `refresh`, `rebase`, `export`, `status`, `doctor`) are thin.
 Standard library and git only.
 """

@@ -11,7 +11,7 @@ from types import FrameType
 
 from .errors import StackError
 
-COMMANDS = ("apply", "refresh", "status", "doctor", "rebase")
+COMMANDS = ("apply", "refresh", "status", "doctor", "rebase", "export")
 _WHOLE = "the tree is whole: run it again when you like"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 

@@ -358,7 +358,7 @@ def make_checkout(folder: Path, upstream: Upstream) -> Checkout:
     shutil.copytree(
         REPO / "scripts" / "patchstack", repo / "scripts" / "patchstack", ignore=ignored
     )
-    for name in ("apply", "refresh", "status", "doctor", "rebase"):
+    for name in ("apply", "refresh", "status", "doctor", "rebase", "export"):
         shutil.copy2(REPO / "scripts" / f"{name}.sh", repo / "scripts")
     shutil.copy2(REPO / ".gitignore", repo)
     for path, text in OWN.items():

@@ -1,0 +1,4 @@
+#!/bin/sh
+# See scripts/export.sh --help; the work is done by scripts/patchstack/export.py.
+. "$(dirname -- "$(readlink -f -- "$0")")/patchstack/start.sh"
+patchstack export "$@"
