@@ -6,7 +6,7 @@ lock=$root/ci/requirements/cpu.txt
 
 usage() {
     cat <<'EOF'
-usage: scripts/test.sh [lint|types|stack|package|run|gpu] [PYTEST ARGUMENT ...]
+usage: scripts/test.sh [lint|types|stack|package|identity|run|gpu] [PYTEST ARGUMENT ...]
 
 Without a part: lint, types and every test that needs no GPU.
 
@@ -14,6 +14,7 @@ Without a part: lint, types and every test that needs no GPU.
   types     mypy on our own Python
   stack     tests of the patch-stack tool          (tests/patchstack)
   package   tests of the decode package            (tests/specialized_decode)
+  identity  tests of what an engine reports of itself (tests/identity)
   run       tests of bundle, serve and bench       (tests/real_run)
   gpu       tests that need an NVIDIA GPU          (tests/gpu), with the python3
             that has vllm installed (PYTHON=... for another)
@@ -86,7 +87,7 @@ case ${1:-} in
     usage
     exit
     ;;
-lint | types | stack | package | run | gpu)
+lint | types | stack | package | identity | run | gpu)
     part=$1
     shift
     ;;
@@ -110,6 +111,7 @@ lint) run_lint ;;
 types) run_types ;;
 stack) run_pytest tests/patchstack "$@" ;;
 package) run_pytest tests/specialized_decode "$@" ;;
+identity) run_pytest tests/identity "$@" ;;
 run) run_pytest tests/real_run "$@" ;;
 all)
     run_lint

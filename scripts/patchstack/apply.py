@@ -8,7 +8,7 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from . import fetch, source, stack, tree
+from . import fetch, identity, source, stack, tree
 from .archive import Wheel
 from .base import Archive
 from .errors import StackError, count, some
@@ -136,6 +136,7 @@ def apply(loaded: Stack, options: argparse.Namespace) -> str:
         edits = tree.find_edits(places, history, marker.head, loaded.own)
         if marker.wheel == pinned.sha256 and (not given or given.kind == "sdist"):
             if not edits and marker.digest == loaded.digest:
+                _identify(loaded, marker)
                 return "unchanged"
             if adopt(loaded, marker):
                 return "adopted"
@@ -182,6 +183,7 @@ def adopt(loaded: Stack, marker: Marker) -> bool:
 def record(loaded: Stack, marker: Marker, built: Built) -> None:
     """State in marker and history that the tree now is what `built` says."""
     places, history = loaded.places, History(loaded.places.history)
+    files = identity.files(loaded, places.tree)
     marker = replace(
         marker,
         digest=loaded.digest,
@@ -189,9 +191,21 @@ def record(loaded: Stack, marker: Marker, built: Built) -> None:
         patches=len(loaded.patches),
         own=len(loaded.own),
         base_files=len(history.files(built.head)),
+        identity=identity.name(loaded.digest, files),
+        files=files,
     )
     tree.write_marker(places.tree, marker)
     tree.settle(places, history, marker)
+
+
+def _identify(loaded: Stack, marker: Marker) -> None:
+    """Own files are edited in place: let the marker follow."""
+    files = identity.files(loaded, loaded.places.tree)
+    if files != marker.files:
+        name = identity.name(loaded.digest, files)
+        tree.write_marker(
+            loaded.places.tree, replace(marker, identity=name, files=files)
+        )
 
 
 def _make(
@@ -227,6 +241,7 @@ def _make(
         new, lambda path: path not in upstream and not base.gives_way(path)
     )
     tree.write_wheel_files(new, laid)
+    files = identity.files(loaded, new)
     marker = Marker(
         base=base.version,
         digest=loaded.digest,
@@ -239,6 +254,8 @@ def _make(
         own=len(loaded.own),
         base_files=len(history.files(built.head)),
         wheel_files=len(laid),
+        identity=identity.name(loaded.digest, files),
+        files=files,
     )
     tree.write_marker(new, marker)
     if not discard_edits:
@@ -369,7 +386,7 @@ def _report(loaded: Stack, state: str, seconds: float, as_json: bool) -> None:
     print(
         f"vLLM {marker.base} + {count(marker.patches, 'patch')} + "
         f"{count(marker.own, 'own file')}, "
-        f"stack {marker.digest[:12]}: {done} ({seconds:.1f} s)"
+        f"stack {marker.identity}: {done} ({seconds:.1f} s)"
     )
     if state == "applied":
         print(f"  base   {marker.base_files} files from the {marker.source}")

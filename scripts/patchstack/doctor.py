@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from . import apply, checks, stack, tree
+from . import apply, checks, identity, stack, tree
 from .base import file_sha256
 from .errors import StackError, count, some
 from .progress import Ticker, note
@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(repo: Path, options: argparse.Namespace) -> int:
     loaded = stack.load(repo)
     facts = probe(options.python, loaded)
+    facts["identity"] = _reported(facts)
     found = faults(loaded, facts)
     if options.json:
         print(json.dumps({"facts": facts, "faults": found}, indent=1))
@@ -85,6 +86,7 @@ def faults(loaded: Stack, facts: dict[str, Any]) -> list[str]:
     if tree_fault:
         found.append(tree_fault)
     found += _package(loaded, facts)
+    found += _identity(loaded, facts)
     found += _binaries(loaded)
     found += _requirements(facts)
     if facts["driver"] and not facts["gpus"] and facts["torch"]:
@@ -124,6 +126,53 @@ def _package(loaded: Stack, facts: dict[str, Any]) -> list[str]:
     return found
 
 
+def _identity(loaded: Stack, facts: dict[str, Any]) -> list[str]:
+    """Where an engine would report something else than this stack."""
+    if facts["package"] is None:
+        return []
+    place, ours = _imported_tree(facts), loaded.places.tree.resolve()
+    marker = tree.read_marker(place)
+    if marker is None or not marker.identity:
+        return [
+            f"{place} does not say which stack it was made from, so an engine "
+            f"reports '{identity.UNKNOWN}': run scripts/apply.sh, then {_INSTALL}"
+        ]
+    found = []
+    changed = identity.edited(place, marker)
+    if place == ours:
+        # What differs in the tree itself is named already, but for own files.
+        changed = [path for path in changed if path in loaded.own]
+    elif (marker.base, marker.digest) != (loaded.base.version, loaded.digest):
+        found.append(
+            f"{place} was made from vLLM {marker.base}, stack {marker.digest[:12]}; "
+            f"this stack is for vLLM {loaded.base.version}, {loaded.digest[:12]}: "
+            f"{_INSTALL}"
+        )
+    if changed:
+        found.append(
+            f"edited since apply ({some(changed)}), so an engine reports "
+            f"{identity.reported(place, marker)}: run scripts/apply.sh"
+        )
+    unlisted = sorted(set(identity.ours(loaded)).symmetric_difference(marker.files))
+    if marker.digest == loaded.digest and unlisted:
+        found.append(
+            f"the marker of {place} disagrees with the stack on {some(unlisted)}: "
+            "run scripts/apply.sh"
+        )
+    return found
+
+
+def _imported_tree(facts: dict[str, Any]) -> Path:
+    return Path(facts["package"]).resolve().parent
+
+
+def _reported(facts: dict[str, Any]) -> str:
+    if facts["package"] is None:
+        return identity.UNKNOWN
+    place = _imported_tree(facts)
+    return identity.reported(place, tree.read_marker(place))
+
+
 def _binaries(loaded: Stack) -> list[str]:
     place = loaded.places.tree
     libraries = {
@@ -160,6 +209,7 @@ def _words(loaded: Stack, facts: dict[str, Any]) -> list[str]:
     gpus = ", ".join(facts["gpus"]) or "none that torch sees"
     return [
         f"stack    vLLM {loaded.base.version}, stack {loaded.digest[:12]}",
+        f"reports  {facts['identity']}",
         f"python   {facts['python']} ({facts['python_version']})",
         f"vllm     {facts['version'] or 'not installed'} in {facts['package']}",
         f"with     {versions or 'none of the packages it builds on'}",

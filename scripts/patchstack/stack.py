@@ -62,8 +62,8 @@ class Stack:
     def digest(self) -> str:
         """Identity of the stack: pins, own files' paths, series, patches.
 
-        Own files' contents are left out: they are edited in place, and git
-        tells their versions.
+        Own files' contents are left out: they are edited in place, which asks
+        for no new tree.  `identity` covers them.
         """
         base = self.base
         facts = [

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from . import apply, checks, gitcmd, stack, tree
+from . import apply, checks, gitcmd, identity, stack, tree
 from .errors import StackError, count, some
 from .history import History
 from .stack import Stack
@@ -58,6 +58,7 @@ def collect(loaded: Stack) -> dict[str, Any]:
     return {
         "base": loaded.base.version,
         "stack": loaded.digest,
+        "identity": identity.reported(places.tree, marker),
         "version": checks.own_version(places.tree),
         "applied": asdict(marker) if marker else None,
         "patches": _patches(loaded, history, marker, applied),
@@ -120,9 +121,9 @@ def _own(loaded: Stack) -> list[dict[str, Any]]:
 
 def _words(facts: dict[str, Any]) -> str:
     marker = facts["applied"]
+    name = facts["identity"] if marker else facts["stack"][:12]
     lines = [
-        f"base     vLLM {facts['base']}, fork {facts['version']}, "
-        f"stack {facts['stack'][:12]}",
+        f"base     vLLM {facts['base']}, fork {facts['version']}, stack {name}",
         f"tree     applied from the {marker['source']} for {marker['machine']}"
         if marker
         else "tree     not applied",

@@ -59,6 +59,10 @@ class Marker:
     own: int
     base_files: int
     wheel_files: int
+    identity: str = ""
+    """What a running engine says of itself; see `identity.name`."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Path -> sha256 of our files in the package, as they were applied."""
 
 
 def read_marker(tree: Path) -> Marker | None:

@@ -26,10 +26,10 @@ def test_tree_is_release_own_files_and_patches(bare, stacked):
     stacked.ok("apply", "--unapply")
     out = stacked.ok("apply")
     assert stacked.content() == synthetic.expected_tree(stacked, PATCHED)
-    digest = json.loads((stacked.tree / ".stack.json").read_text())["digest"]
+    name = json.loads((stacked.tree / ".stack.json").read_text())["identity"]
     lines = out.splitlines()
     assert lines[0].startswith(
-        f"vLLM 9.9.0 + 2 patches + 5 own files, stack {digest[:12]}: applied ("
+        f"vLLM 9.9.0 + 2 patches + 5 own files, stack {name}: applied ("
     )
     assert lines[1:] == [
         "  base   11 files from the sdist",

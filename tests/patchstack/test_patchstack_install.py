@@ -122,7 +122,44 @@ def test_only_editable_installs(stacked, python):
     assert "error: this tree installs in place: pip install -e vllm" in done.stderr
 
 
+def test_doctor_names_a_marker_that_disagrees(stacked, python):
+    pip(python, stacked, "-e")
+    place = stacked.tree / ".stack.json"
+    marker = json.loads(place.read_text())
+    del marker["files"]["vllm/ours.py"]
+    place.write_text(json.dumps(marker))
+    done = stacked.run("doctor", "--python", str(python), "--json")
+    assert (
+        f"the marker of {stacked.tree} disagrees with the stack on vllm/ours.py: run "
+        "scripts/apply.sh"
+    ) in json.loads(done.stdout)["faults"]
+    stacked.ok("apply")
+    assert "vllm/ours.py" in json.loads(place.read_text())["files"]
+
+
+def test_own_edits_are_in_the_identity_from_the_next_apply_on(stacked):
+    def identity():
+        return json.loads(stacked.ok("status", "--json"))["identity"]
+
+    before = identity()
+    ours = stacked.tree / "vllm" / "ours.py"
+    text = ours.read_text()
+    ours.write_text("OURS = 2\n")
+    assert identity() == before + "+edited"
+    assert "nothing to do" in stacked.ok("apply")
+    after = identity()
+    assert after.split(".")[0] == before.split(".")[0]
+    assert after.split(".")[1] != before.split(".")[1]
+    ours.write_text(text)
+    stacked.ok("apply")
+    assert identity() == before
+
+
 def test_doctor(stacked, python, tmp_path):
+    def facts():
+        done = stacked.run("doctor", "--python", str(python), "--json")
+        return json.loads(done.stdout)["facts"]
+
     def faults():
         done = stacked.run("doctor", "--python", str(python), "--json")
         assert "Traceback" not in done.stderr
@@ -150,9 +187,12 @@ def test_doctor(stacked, python, tmp_path):
     stacked.ok("apply", "--discard-edits")
     version = stacked.tree / "vllm" / "_version.py"
     version.write_text('__version__ = "9.9.0+ours.2"\n')
-    assert faults() == [
+    found = faults()
+    assert found[0] == (
         "vllm 9.9.0+ours.1 is installed, the tree is 9.9.0+ours.2: pip install -e vllm"
-    ]
+    )
+    assert found[1].startswith("edited since apply (vllm/_version.py), so an engine ")
+    assert len(found) == 2
     version.write_text('__version__ = "9.9.0+ours.1"\n')
     # Another vllm that comes first on the path.
     elsewhere = tmp_path / "elsewhere"
@@ -169,6 +209,29 @@ def test_doctor(stacked, python, tmp_path):
         "uninstall vllm, then pip install -e vllm"
     )
     assert found[1].startswith("modules come from elsewhere than the tree: ")
+    assert found[2] == (
+        f"{elsewhere} does not say which stack it was made from, so an engine reports "
+        "'unknown': run scripts/apply.sh, then pip install -e vllm"
+    )
+    # It has a marker now, of a stack with another patch, and was edited too.
+    marker = json.loads((stacked.tree / ".stack.json").read_text())
+    marker |= {"digest": "f" * 64, "identity": "ffffffffffff.000000000000"}
+    (elsewhere / ".stack.json").write_text(json.dumps(marker))
+    (elsewhere / "vllm" / "engine.py").write_text("EDITED = True\n")
+    shadow.write_text(f"import sys; sys.path.insert(0, {str(elsewhere)!r})\n")
+    try:
+        found = faults()
+        reports = facts()["identity"]
+    finally:
+        shadow.unlink()
+    digest = json.loads(stacked.ok("status", "--json"))["stack"][:12]
+    assert found[2:] == [
+        f"{elsewhere} was made from vLLM 9.9.0, stack ffffffffffff; this stack is for "
+        f"vLLM 9.9.0, {digest}: pip install -e vllm",
+        "edited since apply (vllm/engine.py), so an engine reports "
+        "ffffffffffff.000000000000+edited: run scripts/apply.sh",
+    ]
+    assert reports == "ffffffffffff.000000000000+edited"
     (stacked.tree / "vllm" / "_version.py").write_text("1 / 0\n")
     assert any("import vllm fails (ZeroDivisionError" in fault for fault in faults())
 

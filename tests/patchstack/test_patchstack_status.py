@@ -19,9 +19,11 @@ def test_words(stacked):
     (stacked.tree / "vllm" / "ours.py").write_text("OURS = 2\n")
     (stacked.tree / "vllm" / "new.py").write_text("NEW = 1\n")
     facts = json.loads(stacked.ok("status", "--json"))
-    digest = facts["stack"][:12]
+    name = facts["identity"]
+    assert name.startswith(facts["stack"][:12] + ".")
+    assert name.endswith("+edited")
     assert stacked.ok("status").splitlines() == [
-        f"base     vLLM 9.9.0, fork 9.9.0+ours.1, stack {digest}",
+        f"base     vLLM 9.9.0, fork 9.9.0+ours.1, stack {name}",
         f"tree     applied from the sdist for {synthetic.MACHINE}",
         "patches  2",
         "  0001-step-by-two.patch: applied, upstream none, quotes 7 of 40 lines: Step "
