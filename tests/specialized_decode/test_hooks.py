@@ -23,6 +23,7 @@ from vllm.v1.worker.gpu import cudagraph_utils, model_runner
 
 class ModelState:
     supports_mm_inputs = False
+    full_graphs = None
 
     def __init__(self) -> None:
         self.calls = []
