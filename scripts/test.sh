@@ -6,7 +6,7 @@ lock=$root/ci/requirements/cpu.txt
 
 usage() {
     cat <<'EOF'
-usage: scripts/test.sh [lint|types|stack|package|identity|run|gpu] [PYTEST ARGUMENT ...]
+usage: scripts/test.sh [PART] [PYTEST ARGUMENT ...]
 
 Without a part: lint, types and every test that needs no GPU.
 
@@ -14,8 +14,10 @@ Without a part: lint, types and every test that needs no GPU.
   types     mypy on our own Python
   stack     tests of the patch-stack tool          (tests/patchstack)
   package   tests of the decode package            (tests/specialized_decode)
-  identity  tests of what an engine reports of itself (tests/identity)
+  identity  tests of what an engine reports       (tests/identity)
   run       tests of bundle, serve and bench       (tests/real_run)
+  upstream  upstream's tests that guard what we touch, by the lists in
+            tests/upstream, on the base and on the fork (upstream --help)
   gpu       tests that need an NVIDIA GPU          (tests/gpu), with the python3
             that has vllm installed (PYTHON=... for another)
 
@@ -82,12 +84,18 @@ run_pytest() {
     python -m pytest -n "$(nproc)" --timeout 600 -m "not gpu" "$@"
 }
 
+run_upstream() {
+    local python=$1
+    shift
+    PYTHONPATH=$root/ci:$root/scripts "$python" -m upstream_tests "$@"
+}
+
 case ${1:-} in
 -h | --help)
     usage
     exit
     ;;
-lint | types | stack | package | identity | run | gpu)
+lint | types | stack | package | identity | run | upstream | gpu)
     part=$1
     shift
     ;;
@@ -102,6 +110,11 @@ cd "$root"
 if [[ $part == gpu ]]; then
     exec "${PYTHON:-python3}" -m pytest -m gpu tests/gpu "$@"
 fi
+if [[ $part == upstream && " $* " == *" --gpu "* ]]; then
+    "$root/scripts/apply.sh" >&2
+    run_upstream "${PYTHON:-python3}" "$@"
+    exit
+fi
 prepare
 # Our own files in the tree, by their list; upstream's are upstream's to check.
 mapfile -t own < <(sed -n 's,^!/\(.*\.py\)$,vllm/\1,p' vllm/.gitignore)
@@ -113,12 +126,13 @@ stack) run_pytest tests/patchstack "$@" ;;
 package) run_pytest tests/specialized_decode "$@" ;;
 identity) run_pytest tests/identity "$@" ;;
 run) run_pytest tests/real_run "$@" ;;
+upstream) run_upstream python "$@" ;;
 all)
     run_lint
     run_types
     # Each in a process of its own: what vllm is when imported, a CPU build or a
     # GPU one, follows from the environment that its tests set.
-    for folder in patchstack specialized_decode real_run; do
+    for folder in patchstack specialized_decode identity upstream real_run; do
         run_pytest "tests/$folder" "$@"
     done
     ;;

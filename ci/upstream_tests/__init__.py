@@ -1,0 +1,1 @@
+"""Upstream's own tests on the pristine base and on the fork; see `__main__`."""

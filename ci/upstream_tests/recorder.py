@@ -1,0 +1,46 @@
+"""pytest plugin (`-p recorder`): one JSON line a report, written as it comes.
+
+Knows nothing of the rest: it is loaded into upstream's test session, from this
+folder.  `RECORDER_OUT` names the file, `RECORDER_TREE` the tree under test.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Under xdist the workers' reports all reach the controller.
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Recorder(Path(os.environ["RECORDER_OUT"])))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    module = sys.modules.get("vllm")
+    origin = getattr(module, "__file__", None) or ""
+    tree = Path(os.environ["RECORDER_TREE"])
+    if module is not None and not Path(origin).is_relative_to(tree):
+        raise pytest.UsageError(f"vllm comes from {origin}, not from {tree}")
+    for item in items:
+        # Upstream's own mark: no garbage collection of seconds after each test.
+        item.add_marker("skip_global_cleanup")
+
+
+class _Recorder:
+    def __init__(self, out: Path) -> None:
+        self._out = out.open("a", buffering=1, encoding="utf-8")
+
+    def _write(self, test: str, when: str | None, outcome: str) -> None:
+        self._out.write(json.dumps([test, when, outcome]) + "\n")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        outcome = "xfailed" if hasattr(report, "wasxfail") else report.outcome
+        self._write(report.nodeid, report.when, outcome)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._write(report.nodeid, "collect", "failed")
