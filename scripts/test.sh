@@ -8,7 +8,7 @@ usage() {
     cat <<'EOF'
 usage: scripts/test.sh [PART] [PYTEST ARGUMENT ...]
 
-Without a part: lint, types and every test that needs no GPU.
+Without a part: all but patches and gpu; with arguments, upstream is left out.
 
   lint      ruff, and the checks of the patch stack
   types     mypy on our own Python
@@ -18,6 +18,7 @@ Without a part: lint, types and every test that needs no GPU.
   run       tests of bundle, serve and bench       (tests/real_run)
   upstream  upstream's tests that guard what we touch, by the lists in
             tests/upstream, on the base and on the fork (upstream --help)
+  patches   each patch at its place: its tests pass with it, and not without it
   gpu       tests that need an NVIDIA GPU          (tests/gpu), with the python3
             that has vllm installed (PYTHON=... for another)
 
@@ -95,7 +96,7 @@ case ${1:-} in
     usage
     exit
     ;;
-lint | types | stack | package | identity | run | upstream | gpu)
+lint | types | stack | package | identity | run | upstream | patches | gpu)
     part=$1
     shift
     ;;
@@ -127,6 +128,7 @@ package) run_pytest tests/specialized_decode "$@" ;;
 identity) run_pytest tests/identity "$@" ;;
 run) run_pytest tests/real_run "$@" ;;
 upstream) run_upstream python "$@" ;;
+patches) python ci/each_patch.py "$@" ;;
 all)
     run_lint
     run_types
@@ -135,5 +137,7 @@ all)
     for folder in patchstack specialized_decode identity upstream real_run; do
         run_pytest "tests/$folder" "$@"
     done
+    # Arguments are pytest's, to choose among our own tests.
+    (($#)) || run_upstream python
     ;;
 esac

@@ -1,0 +1,161 @@
+"""Each patch at its place in the stack: its tests pass with it, and not without.
+
+A scratch checkout gets the first patches of the series, one more each time; the
+tests are those of the patches' `Tests:` lines.  A patch whose tests pass without
+it too is not guarded by them.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO / "scripts"))
+
+from patchstack import base, stack  # noqa: E402
+from patchstack.errors import StackError, count  # noqa: E402
+from patchstack.patches import Patch  # noqa: E402
+from patchstack.progress import note  # noqa: E402
+from patchstack.stack import SERIES, Stack  # noqa: E402
+
+# What a checkout needs beside its own files, to be applied and tested.
+PARTS = ("scripts", "ci", "tests", "patches", base.FILE, "pyproject.toml", ".gitignore")
+
+
+@dataclass(frozen=True)
+class Result:
+    patch: str
+    fault: str | None
+    log: str
+    """What pytest said last, where there is a fault."""
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """A checkout whose series is cut."""
+
+    repo: Path
+
+    def copy(self, loaded: Stack) -> None:
+        ignored = shutil.ignore_patterns("__pycache__", ".*_cache")
+        for part in PARTS:
+            place = loaded.places.repo / part
+            if place.is_dir():
+                shutil.copytree(place, self.repo / part, ignore=ignored)
+            else:
+                shutil.copy2(place, self.repo / part)
+        for path in loaded.own:
+            target = self.repo / "vllm" / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(loaded.places.tree / path, target)
+
+    def apply(self, loaded: Stack, patches: Sequence[Patch]) -> None:
+        """Apply only these; raises `StackError` with what apply said."""
+        series = "".join(f"{patch.name}\n" for patch in patches)
+        (self.repo / "patches" / SERIES).write_text(series)
+        touched = {path for patch in patches for path in patch.touches}
+        pins = {path: loaded.base.touches[path] for path in touched}
+        place = loaded.places.repo / base.FILE
+        text = base.with_touches(place.read_text(), pins)
+        (self.repo / base.FILE).write_text(text)
+        done = subprocess.run(
+            [self.repo / "scripts" / "apply.sh"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise StackError(done.stderr.strip().splitlines()[-1])
+
+    def test(self, tests: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not gpu"]
+        return subprocess.run(
+            [*command, "-p", "no:cacheprovider", *tests],
+            cwd=self.repo,
+            env=os.environ | {"PYTHONPATH": str(self.repo / "vllm")},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+
+
+def tests_of(patch: Patch, repo: Path) -> list[str]:
+    """The tests that a patch names; raises `StackError` where one has no file."""
+    tests = patch.headers.get("Tests", "").split()
+    for test in tests:
+        if not (repo / test.partition("::")[0]).exists():
+            raise StackError(
+                f"patches/{patch.name}: Tests names {test}, which is not there: "
+                f"scripts/refresh.sh {patch.topic} --tests TESTS"
+            )
+    if not tests:
+        raise StackError(f"patches/{patch.name} names no tests: give it a Tests: line")
+    return tests
+
+
+def check(loaded: Stack, scratch: Scratch) -> list[Result]:
+    """Both checks of every patch, in the order of the series."""
+    series = loaded.patches
+    tests = [tests_of(patch, loaded.places.repo) for patch in series]
+    scratch.copy(loaded)
+    results = []
+    scratch.apply(loaded, [])
+    for at, patch in enumerate(series):
+        started = time.monotonic()
+        without = scratch.test(tests[at])
+        fault, log = None, ""
+        if without.returncode == 0:
+            fault, log = "its tests pass without it", without.stdout
+        scratch.apply(loaded, series[: at + 1])
+        done = scratch.test(tests[at])
+        if done.returncode:
+            fault, log = "its tests fail at its place", done.stdout
+        note(f"{patch.name}: {fault or 'holds'} ({time.monotonic() - started:.0f} s)")
+        results.append(Result(patch.name, fault, log))
+    return results
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="scripts/test.sh patches",
+        description="Apply the series one patch at a time. The tests of each patch's "
+        "Tests: line must pass at its place, and not all pass without it.",
+    )
+    parser.add_argument("--json", action="store_true", help="result as JSON on stdout")
+    options = parser.parse_args(argv)
+    try:
+        loaded = stack.load(REPO)
+        with tempfile.TemporaryDirectory(prefix="each-patch-") as temporary:
+            results = check(loaded, Scratch(Path(temporary)))
+    except StackError as fault:
+        print(f"error: {fault}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("error: interrupted: run it again when you like", file=sys.stderr)
+        return 130
+    faulty = [result for result in results if result.fault]
+    if options.json:
+        print(json.dumps([asdict(result) for result in results], indent=1))
+        return 1 if faulty else 0
+    for result in faulty:
+        print("\n".join(result.log.splitlines()[-30:]))
+    for result in results:
+        print(f"{result.patch}: {result.fault or 'holds'}")
+    if faulty:
+        print(f"error: {count(len(faulty), 'patch')} at fault", file=sys.stderr)
+    return 1 if faulty else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
