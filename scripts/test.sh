@@ -44,8 +44,9 @@ make_environment() {
             -r "$root/ci/requirements/uv.txt"
         # uv does not read pip's configuration, so hand it pip's local wheels.
         local links=()
-        mapfile -t links < <(python3 -m pip config get global.find-links 2>/dev/null |
-            tr ' ' '\n' | sed '/^$/d; s/^/--find-links=/')
+        mapfile -t links < <(python3 -m pip config list |
+            sed -n "s/^[^=]*find-links='\(.*\)'$/\1/p" | tr ' ' '\n' |
+            sort -u | sed '/^$/d; s/^/--find-links=/')
         local uv=$root/.test-env/uv/bin/uv
         "$uv" venv -q --python 3.11 "$root/.test-env/cpu"
         # The CPU build of torch is on no package index but PyTorch's own, which

@@ -314,7 +314,8 @@ def _index_settings(python: Path) -> dict[str, list[str]]:
         if scope in ("global", "download", ":env:"):
             settings[key] = value.strip("'\"").split()
     indexes = settings.get("index-url", []) + settings.get("extra-index-url", [])
-    if indexes and "index-url" not in settings:
+    # The downloader forgets its default index where it is given any source.
+    if settings and "index-url" not in settings:
         indexes.insert(0, _default_index(python))
     return {
         "--index-url": indexes,

@@ -1,7 +1,11 @@
 """Patch files, the list of own files and `upstream.toml`: pure functions."""
 
+import os
+import sys
+from pathlib import Path
+
 import pytest
-from patchstack import base, own, patches
+from patchstack import base, fetch, own, patches
 from patchstack.base import Pin
 from patchstack.patches import PatchFormatError
 
@@ -274,3 +278,16 @@ def test_replaced_pins_come_and_go():
     less = base.without_pin(PINS, "x.py")
     assert "x.py" not in less and "y.py" in less and "first" not in less
     assert "# Another." in less
+
+
+def test_local_wheels_of_pip_do_not_hide_the_package_index(monkeypatch, tmp_path):
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.delenv("PIP_INDEX_URL", raising=False)
+    monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    sdist = base.Archive("vllm-1.0.tar.gz", "0" * 64)
+    # Of the interpreter that has pip, not of an environment without.
+    python = Path(sys.base_prefix, "bin", "python3")
+    command = fetch.selection(python, sdist, "1.0")
+    assert command[command.index("--find-link") + 1] == str(tmp_path)
+    assert "--index-url" in command
