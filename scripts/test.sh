@@ -42,11 +42,8 @@ make_environment() {
             fail "python3 -m venv does not work: install python3-venv"
         "$root/.test-env/uv/bin/python" -m pip install -q --require-hashes \
             -r "$root/ci/requirements/uv.txt"
-        # uv does not read pip's configuration, so hand it pip's local wheels.
         local links=()
-        mapfile -t links < <(python3 -m pip config list |
-            sed -n "s/^[^=]*find-links='\(.*\)'$/\1/p" | tr ' ' '\n' |
-            sort -u | sed '/^$/d; s/^/--find-links=/')
+        mapfile -t links < <("$root/ci/requirements/find-links.sh")
         local uv=$root/.test-env/uv/bin/uv
         "$uv" venv -q --python 3.11 "$root/.test-env/cpu"
         # The CPU build of torch is on no package index but PyTorch's own, which

@@ -4,9 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
 uv=${UV:-../../.test-env/uv/bin/uv}
-mapfile -t links < <(python3 -m pip config list |
-    sed -n "s/^[^=]*find-links='\(.*\)'$/\1/p" | tr ' ' '\n' |
-    sort -u | sed '/^$/d; s/^/--find-links=/')
+mapfile -t links < <(./find-links.sh)
 for name in uv cpu; do
     "$uv" pip compile -q --python-version 3.11 --generate-hashes \
         --no-emit-find-links --no-emit-index-url --no-header "${links[@]}" \

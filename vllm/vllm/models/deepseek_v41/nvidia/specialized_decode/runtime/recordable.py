@@ -65,11 +65,6 @@ _DECLARED: dict[type, Recording] = {
 }
 
 
-def declare(builder_type: type, recording: Recording) -> None:
-    """State how builds of ``builder_type`` (exactly that type) may be recorded."""
-    _DECLARED[builder_type] = recording
-
-
 def recording_of(builder: Any) -> Recording:
     """The declaration of ``builder``'s exact type, NOT where there is none."""
     return _DECLARED.get(type(builder), Recording.NOT)
