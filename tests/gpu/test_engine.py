@@ -15,7 +15,7 @@ from decode_steps import (
 )
 from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.models.deepseek_v41.nvidia.model_state import DeepseekV41ModelState
-from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.recordable import (
+from vllm.models.deepseek_v41.nvidia.specialized_decode.attention.metadata_tensors import (  # noqa: E501
     unrefreshed_tensor,
 )
 from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.recorded_model_state import (  # noqa: E501

@@ -18,7 +18,7 @@ sys.modules.setdefault("vllm._flashmla_C", types.ModuleType("vllm._flashmla_C"))
 
 import pytest
 from cpu_cuda_graph import CpuCudaGraphs
-from rig import Architecture, Rig, pretend_architecture
+from rig import Architecture, Rig, Way, pretend_architecture
 
 
 @pytest.fixture
@@ -34,9 +34,16 @@ def make_rig(monkeypatch, cuda_graphs):
     """``make_rig(architecture, query_len, ...)``: a model state with real
     metadata builders over the buffers of a model runner."""
 
-    def make(architecture: Architecture, query_len: int, **options) -> Rig:
+    def make(
+        architecture: Architecture,
+        query_len: int,
+        way: Way = Way.UPSTREAM,
+        **options,
+    ) -> Rig:
         pretend_architecture(architecture, monkeypatch)
-        rig = Rig(architecture, query_len, **options)
+        rig = Rig(architecture, query_len, way, **options)
+        if way == Way.UPSTREAM:
+            monkeypatch.setattr(rig.state.fused_builds, "prove", lambda *_: None)
         cuda_graphs.device_storages = rig.device_storages
         return rig
 

@@ -69,6 +69,21 @@ class Architecture(StrEnum):
         return self in (Architecture.SM90, Architecture.SM100_FLASHMLA)
 
 
+class Way(StrEnum):
+    """How the metadata of FULL steps leaves the host."""
+
+    IN_GRAPH = "in_graph"  # the fused build, in the forward graph
+    SEPARATE = "separate"  # the fused build, recorded
+    LAUNCHED = "launched"  # the fused build, launched
+    UPSTREAM = "upstream"  # upstream's builders, recorded
+
+    @property
+    def metadata_graphs(self) -> str:
+        """The setting that asks for it."""
+        settings = {Way.IN_GRAPH: "auto", Way.LAUNCHED: "off"}
+        return settings.get(self, "separate")
+
+
 NUM_SMS = {90: 132, 100: 148, 120: 188}
 
 # A small model with every kind of DeepSeek-V4.1 attention layer.
@@ -134,6 +149,7 @@ def vllm_config(
     query_len: int = 1,
     architecture: Architecture = Architecture.SM90,
     cudagraph_mode: CUDAGraphMode = CUDAGraphMode.FULL_AND_PIECEWISE,
+    additional_config: dict | None = None,
 ) -> VllmConfig:
     """A real configuration whose decode steps have ``query_len`` tokens."""
     speculative = None
@@ -165,6 +181,7 @@ def vllm_config(
         compilation_config=CompilationConfig(),
         attention_config=attention,
         speculative_config=speculative,
+        additional_config=additional_config or {},
     )
     # The CPU platform turns CUDA graphs off when the configuration is made.
     config.compilation_config.cudagraph_mode = cudagraph_mode
@@ -266,11 +283,17 @@ class Rig:
         self,
         architecture: Architecture,
         query_len: int,
+        way: Way = Way.UPSTREAM,
         bounded_replay: bool = True,
     ) -> None:
         self.architecture = architecture
         self.query_len = query_len
-        self.config = vllm_config(query_len, architecture)
+        self.way = way
+        self.config = vllm_config(
+            query_len,
+            architecture,
+            additional_config={"metadata_graphs": way.metadata_graphs},
+        )
         self.buffers = InputBuffers(MAX_NUM_REQS, MAX_NUM_TOKENS, DEVICE)
         with set_current_vllm_config(self.config):
             self._make_groups(bounded_replay)
@@ -288,6 +311,8 @@ class Rig:
             )
             for reqs in (8, 4, 2, 1)
         ]
+        # The part of a forward graph that this rig captures, by its requests.
+        self.forward_graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
     def _make_groups(self, bounded_replay: bool) -> None:
         packed = dict(
@@ -377,11 +402,58 @@ class Rig:
         ]
         return {storage(value) for value in owned if isinstance(value, torch.Tensor)}
 
+    def keep_graphs(self, *num_reqs: int) -> None:
+        """Of the FULL graphs, capture those of so many requests alone."""
+        self.state.full_graphs = [
+            graph for graph in self.state.full_graphs if graph.num_reqs in num_reqs
+        ]
+
     def record(self) -> None:
+        """Capture as the runner does: the forward graphs, then what is inner."""
         with set_current_vllm_config(self.config):
+            if self.way == Way.IN_GRAPH:
+                for graph in self.state.full_graphs:
+                    self.capture_forward(graph)
             self.state.capture_inner_cudagraphs(
                 self.buffers, self.block_tables, self.attn_groups, self.kv_cache_config
             )
+
+    def capture_forward(self, graph: BatchExecutionDescriptor) -> None:
+        """Warm up the head of the forward of ``graph``, and capture it."""
+        self.state.build_in_graph(graph, self.for_capture(graph.num_reqs))
+        attn_metadata = self.for_capture(graph.num_reqs)
+        cuda_graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(cuda_graph):
+            self.state.build_in_graph(graph, attn_metadata)
+        self.forward_graphs[graph.num_reqs] = cuda_graph
+
+    def for_capture(self, num_reqs: int) -> dict:
+        """The metadata that a FULL graph is captured with."""
+        return self.build(
+            self.dummy(num_reqs),
+            CUDAGraphMode.NONE,
+            tables=self.block_tables.get_dummy_block_tables(num_reqs),
+            for_capture=True,
+        )
+
+    def dummy(self, num_reqs: int) -> InputBatch:
+        self.block_tables.get_dummy_slot_mappings(num_reqs * self.query_len)
+        return InputBatch.make_dummy(
+            num_reqs,
+            num_reqs * self.query_len,
+            self.buffers,
+            max_query_len=self.query_len,
+        )
+
+    def run(self, step: Step) -> dict:
+        """The step's metadata, refreshed as far as its forward graph does."""
+        return self.run_batch(self.fill(step))
+
+    def run_batch(self, batch: InputBatch, **options) -> dict:
+        attn_metadata = self.build(batch, **options)
+        if batch.num_reqs_after_padding in self.forward_graphs:
+            self.forward_graphs[batch.num_reqs_after_padding].replay()
+        return attn_metadata
 
     def fill(self, step: Step) -> InputBatch:
         """Write the inputs of ``step`` and return its batch."""
@@ -400,6 +472,7 @@ class Rig:
         batch: InputBatch,
         mode: CUDAGraphMode = CUDAGraphMode.FULL,
         prepare_attn: Callable | None = None,
+        tables: tuple[torch.Tensor, ...] | None = None,
         **options,
     ) -> dict:
         """The step's metadata, as the runner asks for it."""
@@ -407,7 +480,8 @@ class Rig:
             return (prepare_attn or self.state.prepare_attn)(
                 batch,
                 mode,
-                tuple(
+                tables
+                or tuple(
                     table[: batch.num_reqs_after_padding]
                     for table in self.block_tables.tables
                 ),
@@ -423,15 +497,15 @@ class Rig:
 
     def forward_view(self, num_reqs: int) -> View:
         """What a FULL graph of ``num_reqs`` requests reads and a step refreshes."""
-        batch = InputBatch.make_dummy(
-            num_reqs,
-            num_reqs * self.query_len,
-            self.buffers,
-            max_query_len=self.query_len,
-        )
+        batch = self.dummy(num_reqs)
         on_device = self.device_storages
         return forward_view(
-            lambda: self.build(batch, CUDAGraphMode.NONE, for_capture=True),
+            lambda: self.build(
+                batch,
+                CUDAGraphMode.NONE,
+                self.stock_state.prepare_attn,
+                for_capture=True,
+            ),
             self.input_storages(),
             lambda tensor: storage(tensor) in on_device,
         )

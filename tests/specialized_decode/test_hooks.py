@@ -154,3 +154,67 @@ def test_the_checked_flashinfer_is_known_by_its_release(
         assert specialized_decode.uses_checked_flashinfer("a feature") is checked
     finally:
         specialized_decode.uses_checked_flashinfer.cache_clear()
+
+
+@pytest.mark.parametrize("mode", [CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE])
+def test_a_full_forward_begins_with_its_metadata_build(monkeypatch, mode):
+    """In the warm-up and in the capture of FULL graphs, and in no other forward."""
+    calls = []
+    prepared = iter([{"first": 1}, {"second": 2}])
+
+    class InGraphModelState(ModelState):
+        def build_in_graph(self, graph, attn_metadata):
+            calls.append((graph, dict(attn_metadata)))
+
+        def prepare_dummy_inputs(self, *_):
+            return {}
+
+    def model(**_):
+        calls.append("forward")
+        return torch.zeros(1)
+
+    manager = object.__new__(cudagraph_utils.ModelCudaGraphManager)
+    vars(manager).update(
+        use_breakable_cg=True,
+        breakable_cg_runner=model,
+        cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE,
+        max_num_reqs=1,
+        is_first_pp_rank=True,
+        is_last_pp_rank=True,
+        vllm_config=SimpleNamespace(
+            parallel_config=SimpleNamespace(data_parallel_size=1)
+        ),
+        hidden_states=None,
+    )
+    graph = cudagraph_utils.BatchExecutionDescriptor(mode, 1, 1, 1)
+
+    def capture(_, create_forward_fn, *__):
+        for warmup in (True, False):
+            create_forward_fn(graph, warmup)(
+                CUDAGraphMode.NONE if mode == CUDAGraphMode.FULL or warmup else mode
+            )
+
+    monkeypatch.setattr(cudagraph_utils.CudaGraphManager, "capture", capture)
+    monkeypatch.setattr(
+        cudagraph_utils,
+        "prepare_inputs_to_capture",
+        lambda *_, **__: (next(prepared), {}),
+    )
+    monkeypatch.setattr(
+        cudagraph_utils,
+        "set_forward_context",
+        lambda *_, **__: contextlib.nullcontext(),
+    )
+    buffers = SimpleNamespace(
+        input_ids=torch.zeros(1), positions=torch.zeros(1), is_padding=torch.zeros(1)
+    )
+    manager.capture(model, InGraphModelState(), buffers, None, None, [], None)
+    if mode == CUDAGraphMode.FULL:
+        assert calls == [
+            (graph, {"first": 1}),
+            "forward",
+            (graph, {"second": 2}),
+            "forward",
+        ]
+    else:
+        assert calls == ["forward", "forward"]

@@ -3,7 +3,8 @@ graphs read what an eager build leaves there."""
 
 import pytest
 from decode_steps import Step, assert_same_for_forward, clones
-from rig import MAX_MODEL_LEN, NUM_SMS, Architecture
+from rig import MAX_MODEL_LEN, NUM_SMS, Architecture, Way
+from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.stats import Served
 
 QUERY_LENS = (1, 2, 3, 4, 6)
 PADDED_REQS = (1, 2, 4, 8)
@@ -13,59 +14,87 @@ def random_step(num_reqs: int, padded_reqs: int, query_len: int, seed: int) -> S
     return Step.random(num_reqs, padded_reqs, query_len, MAX_MODEL_LEN, seed)
 
 
+def check_steps(rig, padded_reqs, request_counts) -> None:
+    """Steps of so many requests leave what upstream's eager build leaves."""
+    view = rig.forward_view(padded_reqs)
+    written = [path for path in view if path.endswith(("swa_lens", "slot_mapping"))]
+    assert len(view) > 30 and len(written) > 3, view.keys()
+    for num_reqs in request_counts:
+        step = random_step(
+            num_reqs, padded_reqs, rig.query_len, seed=97 * padded_reqs + num_reqs
+        )
+        rig.eager(step)
+        want = clones(view)
+        batch = rig.fill(step)
+        rig.poison(view)
+        served = rig.state.graphs.stats.served.total()
+        rig.run_batch(batch)
+        assert rig.state.graphs.stats.served.total() == served + 1
+        assert_same_for_forward(want, clones(view), step)
+
+
 @pytest.mark.parametrize("query_len", QUERY_LENS)
 @pytest.mark.parametrize("architecture", list(Architecture))
-def test_replayed_build_equals_eager_build(make_rig, architecture, query_len):
-    rig = make_rig(architecture, query_len)
+def test_recorded_upstream_build_equals_eager_build(make_rig, architecture, query_len):
+    rig = make_rig(architecture, query_len, Way.UPSTREAM)
     rig.record()
-    assert len(rig.state.graphs) == len(PADDED_REQS)
-    replayed = 0
+    assert rig.state.graphs.served() == {Served.REPLAYED: len(PADDED_REQS)}
     for padded in reversed(PADDED_REQS):
-        view = rig.forward_view(padded)
-        written = [path for path in view if path.endswith(("swa_lens", "slot_mapping"))]
-        assert len(view) > 30 and len(written) > 3, view.keys()
-        for num_reqs in range(1, padded + 1):
-            step = random_step(num_reqs, padded, query_len, seed=97 * padded + num_reqs)
-            rig.eager(step)
-            want = clones(view)
-            batch = rig.fill(step)
-            rig.poison(view)
-            rig.build(batch)
-            replayed += 1
-            assert rig.state.graphs.stats.replayed == replayed
-            assert_same_for_forward(want, clones(view), step)
+        check_steps(rig, padded, range(1, padded + 1))
     assert rig.state.graphs.stats.missed == 0
 
 
+@pytest.mark.parametrize("query_len", QUERY_LENS)
 @pytest.mark.parametrize("architecture", list(Architecture))
-def test_replay_after_larger_batches_leaves_no_stale_rows(make_rig, architecture):
+def test_fused_build_equals_eager_build(make_rig, architecture, query_len):
+    """The request counts at which something changes: none is special in between."""
+    rig = make_rig(architecture, query_len, Way.LAUNCHED)
+    rig.keep_graphs(1, 4)
+    rig.record()
+    assert rig.state.graphs.served() == {Served.LAUNCHED: 2}
+    check_steps(rig, 1, [1])
+    check_steps(rig, 4, [1, 3, 4])
+
+
+@pytest.mark.parametrize("way", [Way.IN_GRAPH, Way.SEPARATE])
+@pytest.mark.parametrize("architecture", list(Architecture))
+def test_fused_build_in_a_graph_equals_eager_build(make_rig, architecture, way):
+    rig = make_rig(architecture, 3, way)
+    rig.keep_graphs(1, 4)
+    rig.record()
+    served = Served.IN_GRAPH if way == Way.IN_GRAPH else Served.REPLAYED
+    assert rig.state.graphs.served() == {served: 2}
+    check_steps(rig, 1, [1])
+    check_steps(rig, 4, [1, 3, 4])
+    assert rig.state.graphs.stats.served == {served: 4}
+
+
+@pytest.mark.parametrize("way", [Way.UPSTREAM, Way.IN_GRAPH])
+@pytest.mark.parametrize("architecture", list(Architecture))
+def test_steps_after_larger_batches_leave_no_stale_rows(make_rig, architecture, way):
     """Batch sizes down and up again, buffers as the steps before left them."""
     query_len = 3
-    rig = make_rig(architecture, query_len)
+    rig = make_rig(architecture, query_len, way)
+    rig.keep_graphs(2, 4)
     rig.record()
-    views = {padded: rig.forward_view(padded) for padded in PADDED_REQS}
-    for seed, num_reqs in enumerate((8, 7, 4, 3, 2, 1, 2, 5, 8)):
-        padded = min(size for size in PADDED_REQS if size >= num_reqs)
+    views = {padded: rig.forward_view(padded) for padded in (2, 4)}
+    for seed, num_reqs in enumerate((4, 3, 2, 1, 2, 4)):
+        padded = 2 if num_reqs <= 2 else 4
         step = random_step(num_reqs, padded, query_len, seed)
-        rig.build(rig.fill(step))
+        rig.run(step)
         got = clones(views[padded])
         rig.eager(step)
         assert_same_for_forward(clones(views[padded]), got, step)
 
 
+@pytest.mark.parametrize("way", [Way.UPSTREAM, Way.IN_GRAPH])
 @pytest.mark.parametrize("architecture", list(Architecture))
-def test_graph_larger_than_the_batch_needs(make_rig, architecture):
+def test_graph_larger_than_the_batch_needs(make_rig, architecture, way):
     """Data parallelism pads a rank to the largest one: any n runs in any P."""
-    rig = make_rig(architecture, 2)
+    rig = make_rig(architecture, 2, way)
+    rig.keep_graphs(8)
     rig.record()
-    view = rig.forward_view(8)
-    step = random_step(1, 8, 2, seed=5)
-    rig.eager(step)
-    want = clones(view)
-    batch = rig.fill(step)
-    rig.poison(view)
-    rig.build(batch)
-    assert_same_for_forward(want, clones(view), step)
+    check_steps(rig, 8, [1])
     assert rig.state.graphs.stats.missed == 0
 
 

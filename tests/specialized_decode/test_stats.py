@@ -1,17 +1,20 @@
 """The lines operators and tools read."""
 
 import re
+from collections import Counter
 
 from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime import stats as module
 from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.eligibility import Eager
 from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.stats import (
     MetadataGraphStats,
     RecordingReport,
+    Served,
 )
 
 
 def stats() -> MetadataGraphStats:
-    stats = MetadataGraphStats(replayed=90)
+    stats = MetadataGraphStats()
+    stats.served.update({Served.IN_GRAPH: 60, Served.REPLAYED: 20, Served.LAUNCHED: 10})
     stats.eager.update(
         {Eager.UNRECORDED: 2, Eager.PREFILL: 8, Eager.NOT_FULL: 40, Eager.DUMMY: 5}
     )
@@ -25,11 +28,12 @@ def test_the_counters_add_up_over_full_decode_steps():
 
 def test_the_line():
     assert stats().line() == (
-        "decode metadata: replayed=90 missed=2 ineligible=8 full_decode_steps=100 "
-        "(dummy=5, not_full=40, prefill=8, unrecorded=2)"
+        "decode metadata: in_graph=60 replayed=20 launched=10 missed=2 ineligible=8 "
+        "full_decode_steps=100 (dummy=5, not_full=40, prefill=8, unrecorded=2)"
     )
     assert MetadataGraphStats().line() == (
-        "decode metadata: replayed=0 missed=0 ineligible=0 full_decode_steps=0"
+        "decode metadata: in_graph=0 replayed=0 launched=0 missed=0 ineligible=0 "
+        "full_decode_steps=0"
     )
 
 
@@ -43,14 +47,18 @@ def test_the_line_is_due_after_a_while_and_after_new_steps(monkeypatch):
     assert counted.line_if_due() == counted.line()
     now += 60
     assert counted.line_if_due() is None
-    counted.replayed += 1
+    counted.served[Served.IN_GRAPH] += 1
     now += 60
     assert counted.line_if_due() == counted.line()
 
 
 def test_the_start_up_line():
-    assert RecordingReport(7, 7, 0.034, 2.0).line() == (
-        "recorded 7 of 7 attention-metadata builds in 0.03 s and 2 MiB"
+    served = Counter({Served.IN_GRAPH: 6, Served.REPLAYED: 1})
+    assert RecordingReport(served, 7, 0.034, 2.0).line() == (
+        "of 7 attention-metadata builds 6 in the forward graphs, 1 recorded, "
+        "in 0.03 s and 2 MiB"
     )
-    stopped = RecordingReport(2, 7, 0.02, 1.0, "OutOfMemoryError: full").line()
-    assert re.search("2 of 7 .* stopped: OutOfMemoryError: full; the other", stopped)
+    stopped = RecordingReport(Counter(), 7, 0.02, 1.0, "OutOfMemoryError: full").line()
+    assert re.search(
+        "of 7 .* none recorded, .*; stopped: OutOfMemoryError: full; the other", stopped
+    )

@@ -10,6 +10,13 @@
   everything that is missing. Where the requirements of upstream's GB300
   executor hold it is the executor, elsewhere recorded attention metadata.
 
+``metadata_graphs`` says how far recorded attention metadata goes:
+
+- ``auto`` (the default): the build is part of the FULL forward graphs where that is
+  proven, else a CUDA graph of its own;
+- ``separate``: always CUDA graphs of their own;
+- ``off``: no CUDA graphs of it; fused builds are launched step by step.
+
 This module states every requirement of recorded attention metadata once, with
 its reason. They all read configuration that the ranks of a TP group share; the
 verdict is agreed over the group all the same, so that no rank can go its own
@@ -19,7 +26,7 @@ way.
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +42,12 @@ class DecodeBackend(StrEnum):
     AUTO = "auto"
     STOCK = "stock"
     LATENCY_SPECIALIZED = "latency_specialized"
+
+
+class MetadataGraphs(StrEnum):
+    AUTO = "auto"
+    SEPARATE = "separate"
+    OFF = "off"
 
 
 class Decode(IntEnum):
@@ -140,28 +153,42 @@ class Deployment:
         return self.decode == Decode.RECORDED_METADATA
 
 
-def requested_backend(additional_config: Any) -> DecodeBackend:
-    """The ``decode_backend`` of ``additional_config``.
+_Setting = TypeVar("_Setting", bound=StrEnum)
+_SETTINGS = ("decode_backend", "metadata_graphs")
+
+
+def _requested(additional_config: Any, key: str, values: type[_Setting]) -> _Setting:
+    """The value of ``key``, ``auto`` where there is none.
 
     Raises ValueError on an unknown key or value, naming the valid ones: a typo
-    would otherwise serve the stock decode in silence.
+    would otherwise serve another decode in silence.
     """
     if not isinstance(additional_config, dict):
-        return DecodeBackend.AUTO
-    unknown = sorted(set(additional_config) - {"decode_backend"})
+        return values("auto")
+    unknown = sorted(set(additional_config) - set(_SETTINGS))
     if unknown:
         raise ValueError(
             f"Unknown additional_config key(s) {', '.join(map(repr, unknown))}: "
-            "DeepSeek-V4.1 takes 'decode_backend'."
+            f"DeepSeek-V4.1 takes {' and '.join(map(repr, _SETTINGS))}."
         )
-    value = additional_config.get("decode_backend", DecodeBackend.AUTO)
+    value = additional_config.get(key, "auto")
     try:
-        return DecodeBackend(value)
+        return values(value)
     except ValueError:
         raise ValueError(
-            f"Unknown decode_backend {value!r}: use one of "
-            f"{', '.join(repr(str(backend)) for backend in DecodeBackend)}."
+            f"Unknown {key} {value!r}: use one of "
+            f"{', '.join(repr(str(each)) for each in values)}."
         ) from None
+
+
+def requested_backend(additional_config: Any) -> DecodeBackend:
+    """The ``decode_backend`` of ``additional_config``; ValueError on a bad one."""
+    return _requested(additional_config, "decode_backend", DecodeBackend)
+
+
+def requested_metadata_graphs(additional_config: Any) -> MetadataGraphs:
+    """The ``metadata_graphs`` of ``additional_config``; ValueError on a bad one."""
+    return _requested(additional_config, "metadata_graphs", MetadataGraphs)
 
 
 def missing_for_recorded_metadata(vllm_config: VllmConfig) -> tuple[str, ...]:
@@ -196,6 +223,8 @@ def decode_deployment(vllm_config: VllmConfig) -> Deployment:
     ``latency_specialized`` is asked for and a rank cannot have it.
     """
     backend = requested_backend(vllm_config.additional_config)
+    # Told early, also where the decode in the end has no use for it.
+    requested_metadata_graphs(vllm_config.additional_config)
     if backend == DecodeBackend.STOCK:
         logger.info_once("DeepSeek-V4.1 decode: stock (decode_backend=stock).")
         return Deployment(Decode.STOCK)

@@ -43,13 +43,16 @@ class Eager(StrEnum):
 
 
 def why_not_uniform_decode(
-    input_batch: InputBatch, cudagraph_mode: CUDAGraphMode
+    input_batch: InputBatch, cudagraph_mode: CUDAGraphMode, device_driven: bool
 ) -> Eager | None:
     """Why the step is not a uniform decode in a FULL graph of its query length,
-    the only kind whose host values a graph key fixes, or None if it is one."""
+    the only kind whose host values a graph key fixes, or None if it is one.
+
+    A ``device_driven`` build reads no host value that tells a prefill from a decode.
+    """
     if cudagraph_mode != CUDAGraphMode.FULL:
         return Eager.NOT_FULL
-    if input_batch.has_prefill:
+    if input_batch.has_prefill and not device_driven:
         return Eager.PREFILL
     if input_batch.max_query_len is not None:
         return Eager.ADAPTIVE

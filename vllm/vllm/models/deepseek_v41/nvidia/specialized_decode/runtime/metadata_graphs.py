@@ -15,6 +15,7 @@ Where every builder may be recorded by padded shape (``recordable``), one
 recording serves all request counts of a FULL graph.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -27,12 +28,13 @@ from vllm.utils.math_utils import round_up
 from vllm.utils.torch_utils import current_stream
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.input_batch import InputBatch
-from vllm.v1.worker.utils import AttentionGroup
 
+from ..attention.decode_metadata import AttnGroups, BuildFn, FusedBuild
+from ..attention.metadata_tensors import unrefreshed_tensor
 from .eligibility import Eager, why_not_uniform_decode
 from .graph_capture import record_graph, refuse_host_syncs
-from .recordable import OneStepHolders, Recording, recording_of, unrefreshed_tensor
-from .stats import MetadataGraphStats
+from .recordable import OneStepHolders, Recording, recording_of
+from .stats import MetadataGraphStats, Served
 
 logger = init_logger(__name__)
 
@@ -46,10 +48,11 @@ class GraphKey(NamedTuple):
     num_tokens_after_padding: int
 
 
-# Per KV-cache group, its attention groups; empty for a group left out.
-AttnGroups = list[list[AttentionGroup]]
-# Builds the metadata of the attention groups it is given, by layer name.
-BuildFn = Callable[[AttnGroups], dict[str, Any]]
+def padded_key(input_batch: InputBatch) -> GraphKey:
+    """The key of the batch that fills the step's graph."""
+    num_reqs = input_batch.num_reqs_after_padding
+    num_tokens = input_batch.num_tokens_after_padding
+    return GraphKey(num_reqs, num_reqs, num_tokens, num_tokens)
 
 
 class NotRecordableError(RuntimeError):
@@ -57,10 +60,14 @@ class NotRecordableError(RuntimeError):
 
 
 class _Recorded(NamedTuple):
-    graph: torch.cuda.CUDAGraph
+    served: Served
+    # Refreshes what the forward graph reads.
+    refresh: Callable[[], None]
     attn_metadata: dict[str, Any]
     # What a forward fills in attn_metadata, and must not have.
     holders: OneStepHolders
+    # Whether refresh follows from device data alone, whatever the host knows.
+    device_driven: bool
 
 
 class AttnMetadataCudaGraphs:
@@ -83,26 +90,36 @@ class AttnMetadataCudaGraphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
+    def __contains__(self, key: GraphKey) -> bool:
+        return key in self._graphs
+
     def key(
-        self, input_batch: InputBatch, cudagraph_mode: CUDAGraphMode
+        self,
+        input_batch: InputBatch,
+        cudagraph_mode: CUDAGraphMode,
+        is_dummy: bool = False,
     ) -> GraphKey | None:
         """The key of a step whose build can be recorded, or None, counted with
         its reason.
 
-        Only uniform decodes in a FULL graph qualify. The key fixes every host
-        value the build reads: under padded recording those of the full graph,
-        else those of the step.
+        Only uniform decodes in a FULL graph qualify; where the build follows from
+        device data alone, one-token prefills and dummy steps do too. The key fixes
+        every host value the build reads: under padded recording those of the full
+        graph, else those of the step.
         """
-        why = why_not_uniform_decode(input_batch, cudagraph_mode)
+        padded = padded_key(input_batch)
+        recorded = self._graphs.get(padded)
+        device_driven = recorded is not None and recorded.device_driven
+        why = why_not_uniform_decode(input_batch, cudagraph_mode, device_driven)
+        if is_dummy and not (device_driven and why is None):
+            why = Eager.DUMMY
         if why is not None:
             self.build_eagerly(why)
             return None
-        num_reqs = input_batch.num_reqs_after_padding
-        num_tokens = input_batch.num_tokens_after_padding
-        if self._recording == Recording.PADDED:
-            return GraphKey(num_reqs, num_reqs, num_tokens, num_tokens)
-        return GraphKey(
-            input_batch.num_reqs, num_reqs, input_batch.num_tokens, num_tokens
+        if device_driven or self._recording == Recording.PADDED:
+            return padded
+        return padded._replace(
+            num_reqs=input_batch.num_reqs, num_tokens=input_batch.num_tokens
         )
 
     def build_eagerly(self, why: Eager) -> None:
@@ -194,14 +211,9 @@ class AttnMetadataCudaGraphs:
         eager_metadata = build_fn(attn_groups)
         with refuse_host_syncs():
             self._forked_build(attn_groups, block_tables, build_fn)
-        graph = torch.cuda.CUDAGraph()
-        with (
-            capture_pool(
-                current_platform.get_global_graph_pool(), self._vllm_config
-            ) as pool,
-            record_graph(graph, pool),
-        ):
-            attn_metadata = self._forked_build(attn_groups, block_tables, build_fn)
+        attn_metadata, replay = self._record(
+            lambda: self._forked_build(attn_groups, block_tables, build_fn)
+        )
         unrefreshed = unrefreshed_tensor(
             eager_metadata, attn_metadata, block_tables[0].device.type
         )
@@ -209,13 +221,87 @@ class AttnMetadataCudaGraphs:
             raise NotRecordableError(
                 f"the recorded build puts {unrefreshed} elsewhere than an eager one"
             )
-        self._graphs[key] = _Recorded(
-            graph, attn_metadata, OneStepHolders.of(attn_metadata)
-        )
+        self._keep(key, Served.REPLAYED, replay, attn_metadata, device_driven=False)
         return attn_metadata
 
+    def capture_fused(
+        self,
+        key: GraphKey,
+        attn_metadata: dict[str, Any],
+        fused: FusedBuild,
+        build_left: BuildFn,
+    ) -> None:
+        """Record ``fused``, which refreshes ``attn_metadata`` and has run before;
+        ``build_left`` builds the groups it leaves."""
+
+        def launch() -> None:
+            fused.launch(build_left)
+
+        with refuse_host_syncs():
+            launch()
+        _, replay = self._record(launch)
+        self._keep(
+            key,
+            Served.REPLAYED,
+            replay,
+            attn_metadata,
+            device_driven=not any(fused.left),
+        )
+
+    def keep_launch(
+        self, key: GraphKey, attn_metadata: dict[str, Any], fused: FusedBuild
+    ) -> None:
+        """As ``capture_fused`` of a build that leaves no group, but launched anew on
+        every step."""
+        self._keep(key, Served.LAUNCHED, fused.launch, attn_metadata, device_driven=True)
+
+    def keep_in_graph(self, key: GraphKey, attn_metadata: dict[str, Any]) -> None:
+        """The forward graphs of ``key`` refresh ``attn_metadata`` themselves."""
+        self._keep(key, Served.IN_GRAPH, _nothing, attn_metadata, device_driven=True)
+
+    def _record(self, build: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        """What ``build`` returns while it is recorded, and its replay."""
+        graph = torch.cuda.CUDAGraph()
+        with (
+            capture_pool(
+                current_platform.get_global_graph_pool(), self._vllm_config
+            ) as pool,
+            record_graph(graph, pool),
+        ):
+            built = build()
+        return built, graph.replay
+
+    def _keep(
+        self,
+        key: GraphKey,
+        served: Served,
+        refresh: Callable[[], None],
+        attn_metadata: dict[str, Any],
+        device_driven: bool,
+    ) -> None:
+        holders = OneStepHolders.of(attn_metadata)
+        self._graphs[key] = _Recorded(served, refresh, attn_metadata, holders, device_driven)
+
+    def served(self) -> Counter[Served]:
+        """How many keys are served each way."""
+        return Counter(recorded.served for recorded in self._graphs.values())
+
+    def in_graph_metadata(self, input_batch: InputBatch) -> dict[str, Any] | None:
+        """As ``key`` and ``replay`` of a FULL step, if its forward graph refreshes
+        its own metadata; else None, and nothing is counted."""
+        key = padded_key(input_batch)
+        recorded = self._graphs.get(key)
+        if (
+            recorded is None
+            or recorded.served != Served.IN_GRAPH
+            or input_batch.fast_prefill is not None
+        ):
+            return None
+        return self.replay(key)
+
     def replay(self, key: GraphKey) -> dict[str, Any] | None:
-        """Replay the build of ``key`` and return the metadata recorded with it.
+        """Refresh what the forward graphs of ``key`` read, the way it was recorded,
+        and return the metadata recorded with it.
 
         None, counted, where the key was not recorded: the caller then builds
         eagerly. The metadata is the same object on every replay; it must reach
@@ -240,8 +326,8 @@ class AttnMetadataCudaGraphs:
             )
             self.build_eagerly(Eager.USED_HOLDER)
             return None
-        recorded.graph.replay()
-        self.stats.replayed += 1
+        recorded.refresh()
+        self.stats.served[recorded.served] += 1
         return recorded.attn_metadata
 
     def release(self) -> None:
@@ -297,3 +383,7 @@ class AttnMetadataCudaGraphs:
             for group in groups
             for name in group.layer_names
         }
+
+
+def _nothing() -> None:
+    """The refresh of a key whose forward graphs do it."""

@@ -17,12 +17,11 @@ Declarations hold for the exact type: a subclass may override anything.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from enum import IntEnum
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-import torch
 from vllm.models.deepseek_v41.compressor import CompressorMetadataBuilder
 from vllm.models.deepseek_v41.nvidia.flashinfer_sparse import (
     DeepseekSparseSWAFlashInferMetadataBuilder,
@@ -68,45 +67,6 @@ _DECLARED: dict[type, Recording] = {
 def recording_of(builder: Any) -> Recording:
     """The declaration of ``builder``'s exact type, NOT where there is none."""
     return _DECLARED.get(type(builder), Recording.NOT)
-
-
-def tensors(metadata: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a metadata object with its path, in field order."""
-    if isinstance(metadata, torch.Tensor):
-        yield path, metadata
-    elif isinstance(metadata, Mapping):
-        for name, value in metadata.items():
-            yield from tensors(value, f"{path}[{name!r}]")
-    elif dataclasses.is_dataclass(metadata):
-        for field in dataclasses.fields(metadata):
-            yield from tensors(getattr(metadata, field.name), f"{path}.{field.name}")
-
-
-class _View(NamedTuple):
-    data_ptr: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> "_View":
-        return cls(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-
-
-def unrefreshed_tensor(eager: Any, recorded: Any, device_type: str) -> str | None:
-    """The path of the first device tensor of ``eager`` that ``recorded`` does
-    not hold as the same view of the same memory, or None.
-
-    The FULL forward graphs read the tensors of an eager build: one that lands
-    elsewhere in the recorded build would never be refreshed. Where it stands in
-    the recorded metadata does not matter, since a forked build gives each branch
-    a token-to-request map of its own.
-    """
-    refreshed = {_View.of(tensor) for _, tensor in tensors(recorded)}
-    for path, tensor in tensors(eager):
-        if tensor.device.type == device_type and _View.of(tensor) not in refreshed:
-            return path
-    return None
 
 
 class OneStepHolders(NamedTuple):

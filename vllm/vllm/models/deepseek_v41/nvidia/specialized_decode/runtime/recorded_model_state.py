@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model state that records attention-metadata builds and replays them.
+"""The model state that takes attention-metadata builds off the host.
 
-It changes where the metadata of a FULL decode step comes from, and nothing
-else: the builds are recorded after the CUDA graphs of the model were captured,
-replayed on real FULL decode steps, and done by ``DeepseekV41ModelState`` on
-every other step.
+It changes where the metadata of a FULL step comes from, and nothing else. In
+order of preference, each graph is served by
+
+- its own head: the fused build was captured in front of the forward;
+- a recording of the fused build, or of upstream's builders, replayed before it;
+- a launch of the fused build (``metadata_graphs=off``);
+- an eager build of ``DeepseekV41ModelState``, as all other steps are.
 """
 
 import atexit
@@ -27,8 +30,12 @@ from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
 
 from ...model_state import DeepseekV41ModelState
+from ..deployment import MetadataGraphs, requested_metadata_graphs
 from .eligibility import Eager
+from .fused_builds import FusedBuilds
+from .in_graph import InGraphBuilds
 from .metadata_graphs import AttnGroups, AttnMetadataCudaGraphs, GraphKey
+from .padded_build import PaddedBuild
 from .stats import RecordingReport
 
 logger = init_logger(__name__)
@@ -82,10 +89,16 @@ class DeepseekV41RecordedModelState(DeepseekV41ModelState):
         device: torch.device,
     ):
         super().__init__(vllm_config, model, encoder_cache, device)
+        self.metadata_graphs = requested_metadata_graphs(vllm_config.additional_config)
         self.graphs = AttnMetadataCudaGraphs(
             vllm_config,
             vllm_config.num_speculative_tokens + self.num_new_sampled_tokens_per_step,
         )
+        self.fused_builds = FusedBuilds(self.max_model_len)
+        self.in_graph = InGraphBuilds(self.fused_builds)
+        # The last metadata built for a capture, and how, for the graph that is
+        # captured with it.
+        self._for_capture: tuple[dict[str, Any], PaddedBuild] | None = None
         # The key whose build capture_inner_cudagraphs is recording.
         self._recording: GraphKey | None = None
         # Whose buffers the recorded builds read and write.
@@ -106,7 +119,31 @@ class DeepseekV41RecordedModelState(DeepseekV41ModelState):
     def release_metadata_graphs(self) -> None:
         """Drop the recordings, with the memory and the builders they keep alive."""
         self.graphs.release()
+        self.in_graph.release()
+        self.fused_builds.release()
+        self._for_capture = None
         self._recorded_owners = None
+
+    def build_in_graph(
+        self, graph: BatchExecutionDescriptor, attn_metadata: dict[str, Any]
+    ) -> None:
+        """Refresh ``attn_metadata`` at the head of the forward of ``graph``.
+
+        The runner calls this when it warms up the forward of a FULL graph, and
+        again while it captures it.
+        """
+        if self.metadata_graphs != MetadataGraphs.AUTO:
+            return
+        built, build = self._for_capture or (None, None)
+        if (
+            build is not None
+            and built is attn_metadata
+            and graph.uniform_token_count is not None
+            and graph.num_ubatches == 1
+        ):
+            self.in_graph.head(build.fused(attn_metadata), build.by_upstream)
+        elif graph.num_reqs is not None:
+            self.in_graph.leave_out((graph.num_reqs, graph.num_tokens))
 
     def capture_inner_cudagraphs(
         self,
@@ -130,7 +167,13 @@ class DeepseekV41RecordedModelState(DeepseekV41ModelState):
         kv_cache_config: KVCacheConfig,
     ) -> None:
         """Record the builds of the FULL decode steps, in place of earlier ones."""
-        self.release_metadata_graphs()
+        self.graphs.release()
+        self._for_capture = None
+        in_graph = self.in_graph.captured()
+        for (num_reqs, num_tokens), attn_metadata in in_graph.items():
+            self.graphs.keep_in_graph(
+                GraphKey(num_reqs, num_reqs, num_tokens, num_tokens), attn_metadata
+            )
         if self.graphs.can_record(attn_groups):
             report = self._record(
                 input_buffers, block_tables, attn_groups, kv_cache_config
@@ -159,6 +202,8 @@ class DeepseekV41RecordedModelState(DeepseekV41ModelState):
         free_bytes = torch.cuda.mem_get_info()[0]
         seconds = mib = 0.0
         for key in keys:
+            if key in self.graphs:
+                continue
             self._recording = key
             try:
                 self.prepare_attn(
@@ -183,7 +228,28 @@ class DeepseekV41RecordedModelState(DeepseekV41ModelState):
                 stopped = f"over the budget of {MAX_RECORDING_MIB:.0f} MiB"
             if stopped is not None:
                 break
-        return RecordingReport(len(self.graphs), len(keys), seconds, mib, stopped)
+        return RecordingReport(self.graphs.served(), len(keys), seconds, mib, stopped)
+
+    def prepare_attn(
+        self,
+        input_batch: InputBatch,
+        cudagraph_mode: CUDAGraphMode,
+        *args: Any,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        # A FULL graph that refreshes its own metadata needs nothing from the host
+        # but the replay starts, which are zero and stay so in decode steps.
+        if (
+            cudagraph_mode == CUDAGraphMode.FULL
+            and not input_batch.has_prefill
+            and self._replay_starts_are_zero(input_batch.num_reqs)
+            and self._recording is None
+        ):
+            attn_metadata = self.graphs.in_graph_metadata(input_batch)
+            if attn_metadata is not None:
+                self._log_stats_if_due()
+                return attn_metadata
+        return super().prepare_attn(input_batch, cudagraph_mode, *args, **kwargs)
 
     def _build_attn_metadata(
         self,
@@ -199,18 +265,16 @@ class DeepseekV41RecordedModelState(DeepseekV41ModelState):
     ) -> dict[str, Any]:
         eager_build = super()._build_attn_metadata
         if self._recording is not None:
-            attn_metadata = self.graphs.capture(
+            attn_metadata = self._record_build(
                 self._recording,
-                attn_groups,
-                block_tables,
-                lambda groups: eager_build(
+                PaddedBuild(
+                    eager_build,
                     input_batch,
-                    cudagraph_mode,
                     block_tables,
                     slot_mappings,
-                    groups,
+                    attn_groups,
                     kv_cache_config,
-                    **kwargs,
+                    self._replay_start,
                 ),
             )
             self._recorded_owners = _owners(
@@ -219,12 +283,10 @@ class DeepseekV41RecordedModelState(DeepseekV41ModelState):
             return attn_metadata
 
         replayed = None
-        if for_capture:
-            self.graphs.build_eagerly(Eager.DUMMY)
-        elif ubatch_idx != 0:
+        if ubatch_idx != 0:
             self.graphs.build_eagerly(Eager.MICRO_BATCH)
         else:
-            key = self.graphs.key(input_batch, cudagraph_mode)
+            key = self.graphs.key(input_batch, cudagraph_mode, for_capture)
             if key is not None:
                 replayed = self._replay_recorded(
                     key, input_batch, block_tables, slot_mappings, attn_groups
@@ -232,7 +294,7 @@ class DeepseekV41RecordedModelState(DeepseekV41ModelState):
             self._log_stats_if_due()
         if replayed is not None:
             return replayed
-        return eager_build(
+        attn_metadata = eager_build(
             input_batch,
             cudagraph_mode,
             block_tables,
@@ -243,6 +305,39 @@ class DeepseekV41RecordedModelState(DeepseekV41ModelState):
             ubatch_idx=ubatch_idx,
             **kwargs,
         )
+        if for_capture and self.metadata_graphs == MetadataGraphs.AUTO:
+            build = PaddedBuild(
+                eager_build,
+                input_batch,
+                block_tables,
+                slot_mappings,
+                attn_groups,
+                kv_cache_config,
+                self._replay_start,
+            )
+            self._for_capture = attn_metadata, build
+        return attn_metadata
+
+    def _record_build(self, key: GraphKey, build: PaddedBuild) -> dict[str, Any]:
+        """Take the build of ``key`` off the host, fused as far as may be."""
+        separate = self.metadata_graphs != MetadataGraphs.OFF
+        # A key of a partial batch bakes in what the fused build reads on the device.
+        if key.num_reqs == key.num_reqs_after_padding:
+            attn_metadata = build.by_upstream(build.attn_groups)
+            fused = self.fused_builds.prove(
+                build.fused(attn_metadata), build.by_upstream
+            )
+            if fused is not None and separate:
+                self.graphs.capture_fused(key, attn_metadata, fused, build.by_upstream)
+                return attn_metadata
+            if fused is not None and not any(fused.left):
+                self.graphs.keep_launch(key, attn_metadata, fused)
+                return attn_metadata
+        if separate:
+            return self.graphs.capture(
+                key, build.attn_groups, build.block_tables, build.by_upstream
+            )
+        return build.by_upstream(build.attn_groups)
 
     def _replay_recorded(
         self,
@@ -271,6 +366,16 @@ class DeepseekV41RecordedModelState(DeepseekV41ModelState):
             if self._trust_replay_starts:
                 self._zero_replay_starts = 0 if replays else num_reqs
         return self._replay_start[:num_reqs]
+
+    def _replay_starts_are_zero(self, num_reqs: int) -> bool:
+        """Whether the requests of a decode step have zeros in _replay_start."""
+        if num_reqs <= self._zero_replay_starts:
+            return True
+        return (
+            self._replay is not None
+            and not self._replay[0]
+            and self.decoder_replay_layers is None
+        )
 
     def _log_stats_if_due(self) -> None:
         line = self.graphs.stats.line_if_due()

@@ -4,20 +4,36 @@
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from .eligibility import Eager
 
 _LOG_INTERVAL_S = 10.0
 
 
+class Served(StrEnum):
+    """How the metadata of a FULL step is refreshed without an eager build."""
+
+    IN_GRAPH = "in_graph"
+    """The forward graph refreshes it."""
+    REPLAYED = "replayed"
+    """A CUDA graph of its own is replayed before the forward graph."""
+    LAUNCHED = "launched"
+    """A fused build is launched before the forward graph."""
+
+
 @dataclass
 class MetadataGraphStats:
     """How the metadata of this rank's steps was built since start-up."""
 
-    replayed: int = 0
+    served: Counter[Served] = field(default_factory=Counter)
     eager: Counter[Eager] = field(default_factory=Counter)
     _logged_at: float = field(default_factory=time.monotonic, repr=False)
     _logged_steps: int = field(default=0, repr=False)
+
+    @property
+    def replayed(self) -> int:
+        return self.served[Served.REPLAYED]
 
     @property
     def missed(self) -> int:
@@ -25,20 +41,23 @@ class MetadataGraphStats:
 
     @property
     def full_decode_steps(self) -> int:
-        """Steps that ran a FULL CUDA graph on real requests."""
-        return self.replayed + sum(
+        """Steps that ran a FULL CUDA graph, without the dummy ones that were built
+        eagerly."""
+        return self.served.total() + sum(
             count for why, count in self.eager.items() if why.in_full_decode_step
         )
 
     def line(self) -> str:
-        """``decode metadata: replayed=... missed=...`` for logs and tools."""
+        """``decode metadata: in_graph=... replayed=... launched=... missed=...`` for
+        logs and tools."""
         steps = self.full_decode_steps
+        served = " ".join(f"{way}={self.served[way]}" for way in Served)
         reasons = ", ".join(
             f"{why}={count}" for why, count in sorted(self.eager.items()) if count
         )
         return (
-            f"decode metadata: replayed={self.replayed} missed={self.missed} "
-            f"ineligible={steps - self.replayed - self.missed} "
+            f"decode metadata: {served} missed={self.missed} "
+            f"ineligible={steps - self.served.total() - self.missed} "
             f"full_decode_steps={steps}" + (f" ({reasons})" if reasons else "")
         )
 
@@ -57,17 +76,26 @@ class MetadataGraphStats:
 
 @dataclass(frozen=True)
 class RecordingReport:
-    """What one recording session left behind."""
+    """How the keys of the FULL graphs are served after a recording session."""
 
-    recordings: int
+    served: Counter[Served]
     keys: int
     seconds: float
     mib: float
     stopped: str | None = None
 
     def line(self) -> str:
+        counts = ", ".join(
+            f"{self.served[way]} {words}"
+            for way, words in (
+                (Served.IN_GRAPH, "in the forward graphs"),
+                (Served.REPLAYED, "recorded"),
+                (Served.LAUNCHED, "launched"),
+            )
+            if self.served[way]
+        )
         text = (
-            f"recorded {self.recordings} of {self.keys} attention-metadata builds in "
+            f"of {self.keys} attention-metadata builds {counts or 'none recorded'}, in "
             f"{self.seconds:.2f} s and {self.mib:.0f} MiB"
         )
         if self.stopped is not None:

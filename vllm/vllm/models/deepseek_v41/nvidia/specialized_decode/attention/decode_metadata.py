@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention metadata of a decode step, all KV-cache groups in one launch.
+
+Upstream's builders refresh the buffers of one KV-cache group after the other,
+in two to twenty small launches each. ``FusedBuild`` writes the same bytes from
+the same device data at once. It starts from metadata that those builders made
+for the padded shape of the step: the tensors of that metadata are what a FULL
+forward graph reads, so they are what it writes. Groups of builders it does not
+know are left to those builders, and so is DeepGEMM's schedule of the indexer's
+paged logits, which follows from the context lengths in a launch of DeepGEMM's own.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from vllm.models.deepseek_v41.compressor import CompressorMetadataBuilder
+from vllm.models.deepseek_v41.nvidia.flashinfer_sparse import (
+    DeepseekSparseSWAFlashInferMetadataBuilder,
+    DeepseekV4FlashInferSparseMLAMetadataBuilder,
+)
+from vllm.models.deepseek_v41.nvidia.flashmla import (
+    DeepseekSparseSWAFlashMLAMetadataBuilder,
+)
+from vllm.models.deepseek_v41.sparse_mla import DeepseekV4FlashMLAMetadataBuilder
+from vllm.v1.attention.backends.mla import indexer
+from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerMetadataBuilder
+from vllm.v1.attention.backends.mla.sparse_indexer import (
+    DeepseekV41SparseIndexerMetadataBuilder,
+)
+from vllm.v1.worker.utils import AttentionGroup
+
+from .decode_metadata_kernels import Job, Kind, job_table, write_decode_metadata
+
+# Per KV-cache group, its attention groups; empty for a group left out.
+AttnGroups = list[list[AttentionGroup]]
+# Builds the metadata of the attention groups it is given, by layer name.
+BuildFn = Callable[[AttnGroups], dict[str, Any]]
+
+
+class DecodeInputs(NamedTuple):
+    """The device data a decode step's metadata follows from, all persistent.
+
+    For P requests of T tokens, both with padding: ``query_start_loc`` [P + 1]
+    int32, ``seq_lens`` [P] int32, ``positions`` [T] int64, ``replay_start`` [P]
+    int32; ``block_tables``, one [P, blocks] int32 a KV-cache group, and
+    ``slot_mappings`` [groups, T] int64.
+    """
+
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    positions: torch.Tensor
+    replay_start: torch.Tensor
+    block_tables: tuple[torch.Tensor, ...]
+    slot_mappings: torch.Tensor
+
+    @property
+    def num_reqs(self) -> int:
+        return self.seq_lens.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.positions.shape[0]
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        *arrays, block_tables, slot_mappings = self
+        return (*arrays, *block_tables, slot_mappings)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What the jobs of one attention group read."""
+
+    slots: torch.Tensor
+    table: torch.Tensor
+    clamp: bool
+    split: int
+    scale: int
+
+    def job(self, kind: Kind, *outs: torch.Tensor | None, **values: int) -> Job:
+        addresses = [0 if out is None else out.data_ptr() for out in outs]
+        first, second, third, fourth = addresses + [0] * (4 - len(addresses))
+        return Job(
+            kind,
+            (first, second, third, fourth),
+            slots=self.slots.data_ptr(),
+            table=self.table.data_ptr(),
+            table_stride=self.table.stride(0),
+            split=self.split,
+            scale=self.scale,
+            clamp=self.clamp,
+            **values,
+        )
+
+    def table_job(self, kind: Kind, out: torch.Tensor) -> Job:
+        return self.job(
+            kind, out, out_stride=out.stride(0), out_columns=self.columns_of(out)
+        )
+
+    def columns_of(self, out: torch.Tensor) -> int:
+        return min(out.shape[1], self.table.shape[1] * self.split)
+
+
+def _window_jobs(builder: Any, metadata: Any, source: _Source) -> list[Job]:
+    indices = metadata.decode_swa_indices
+    return [
+        source.job(Kind.REQUEST, metadata.token_to_req_indices),
+        source.job(
+            Kind.WINDOW,
+            metadata.is_valid_token,
+            metadata.decode_swa_lens,
+            indices,
+            out_stride=indices.stride(0),
+            block_size=metadata.block_size,
+            window=builder.window_size,
+        ),
+    ]
+
+
+def _compressed_kv_jobs(builder: Any, metadata: Any, source: _Source) -> list[Job]:
+    jobs = [source.job(Kind.REQUEST, metadata.req_id_per_token)]
+    if builder.compress_ratio > 1:
+        jobs.append(_compressed_slots(builder, metadata.slot_mapping, source))
+    return jobs
+
+
+def _compressed_slots(builder: Any, out: torch.Tensor, source: _Source) -> Job:
+    return source.job(
+        Kind.COMPRESSED_SLOT,
+        out,
+        block_size=int(builder.kv_cache_spec.num_states),
+        ratio=builder.compress_ratio,
+    )
+
+
+def _ring_jobs(builder: Any, metadata: Any, source: _Source) -> list[Job]:
+    return [
+        source.job(Kind.REQUEST, metadata.token_to_req_indices),
+        source.job(Kind.RING_SLOT, metadata.slot_mapping, block_size=builder.capacity),
+    ]
+
+
+def _indexer_jobs(builder: Any, metadata: Any, source: _Source) -> list[Job]:
+    decode = metadata.decode
+    ratio = builder.compress_ratio
+    jobs = []
+    if ratio > 1:
+        jobs.append(_compressed_slots(builder, metadata.slot_mapping, source))
+    # Without compression and speculation the lengths are those of the requests,
+    # which nothing has to write.
+    states = decode.seq_lens
+    if states.data_ptr() == metadata.seq_lens.data_ptr():
+        states = None
+    query_lens = decode.per_req_decode_lens
+    per_token = decode.block_table.data_ptr() == (
+        builder.expanded_block_table_buffer.data_ptr()
+    )
+    if per_token:
+        outs = [(states, query_lens, decode.decode_lens, decode.indices)]
+        jobs.append(source.table_job(Kind.TOKEN_TABLE, decode.block_table))
+    else:
+        outs = [(states, query_lens), (None, decode.decode_lens)]
+    return jobs + [source.job(Kind.CONTEXT, *each, ratio=ratio) for each in outs]
+
+
+_JOBS: dict[type, Callable[[Any, Any, _Source], list[Job]]] = {
+    DeepseekSparseSWAFlashMLAMetadataBuilder: _window_jobs,
+    DeepseekSparseSWAFlashInferMetadataBuilder: _window_jobs,
+    DeepseekV4FlashMLAMetadataBuilder: _compressed_kv_jobs,
+    DeepseekV4FlashInferSparseMLAMetadataBuilder: _compressed_kv_jobs,
+    CompressorMetadataBuilder: _ring_jobs,
+    DeepseekV32IndexerMetadataBuilder: _indexer_jobs,
+    DeepseekV41SparseIndexerMetadataBuilder: _indexer_jobs,
+}
+
+
+class _Schedule(NamedTuple):
+    """DeepGEMM's schedule of one indexer's paged logits."""
+
+    context_lens: torch.Tensor
+    indices: torch.Tensor | None
+    block_size: int
+    num_sms: int
+    out: torch.Tensor
+
+    def write(self) -> None:
+        self.out.copy_(
+            indexer.get_paged_mqa_logits_metadata(
+                self.context_lens, self.block_size, self.num_sms, indices=self.indices
+            )
+        )
+
+
+@dataclass
+class FusedBuild:
+    """The build of decode steps of one padded shape, in as few launches as can be.
+
+    ``attn_metadata`` is what upstream's builders made of that shape. ``left``
+    holds the attention groups whose builders are not known here.
+    """
+
+    inputs: DecodeInputs
+    attn_metadata: dict[str, Any]
+    attn_groups: AttnGroups
+    left: AttnGroups
+    _jobs: list[Job]
+    _schedules: list[_Schedule]
+    _max_num_reqs: int
+    _max_window: int
+
+    @cached_property
+    def _job_table(self) -> torch.Tensor:
+        return job_table(self._jobs, self.inputs.seq_lens.device)
+
+    @classmethod
+    def of(
+        cls,
+        attn_metadata: dict[str, Any],
+        attn_groups: AttnGroups,
+        inputs: DecodeInputs,
+        max_num_reqs: int,
+    ) -> "FusedBuild":
+        """The fused build of decode-only ``attn_metadata``, which the builders of
+        ``attn_groups`` made of ``inputs``. Does no work on the device."""
+        jobs: dict[tuple[int, ...], Job] = {}
+        schedules: list[_Schedule] = []
+        left: AttnGroups = [[] for _ in attn_groups]
+        max_window = 1
+        # Tables that a builder clamps in place, which shows in the later groups'
+        # copies of them only, and tables whose builders are left to run later.
+        clamped: set[int] = set()
+        read: set[int] = set()
+        for index, groups in enumerate(attn_groups):
+            table = inputs.block_tables[index]
+            address = table.data_ptr()
+            for group in groups:
+                builder = group.get_metadata_builder()
+                metadata = attn_metadata[group.layer_names[0]]
+                jobs_of = _JOBS.get(type(builder))
+                clamps = jobs_of is _compressed_kv_jobs and builder.compress_ratio > 1
+                in_place = clamps and group.kernel_block_size is None
+                if jobs_of is None or left[index] or (in_place and address in read):
+                    left[index].append(group)
+                    continue
+                split = scale = 1
+                if group.kernel_block_size is not None:
+                    split = group.kv_cache_spec.block_size // group.kernel_block_size
+                    scale = group.kernel_block_stride or split
+                source = _Source(
+                    inputs.slot_mappings[index],
+                    table,
+                    clamps or address in clamped,
+                    split,
+                    scale,
+                )
+                of_group = jobs_of(builder, metadata, source)
+                if group.kernel_block_table is not None:
+                    kernel_table = group.kernel_block_table[0, : inputs.num_reqs]
+                    of_group.append(source.table_job(Kind.TABLE, kernel_table))
+                elif in_place:
+                    of_group.append(source.table_job(Kind.TABLE, table))
+                    clamped.add(address)
+                read.add(address)
+                # Groups share a token-to-request map.
+                jobs |= {(job.kind, *job.outs): job for job in of_group}
+                max_window = max(max_window, *(job.window for job in of_group))
+                if jobs_of is _indexer_jobs and _has_schedule():
+                    decode = metadata.decode
+                    schedules.append(
+                        _Schedule(
+                            decode.seq_lens,
+                            decode.indices,
+                            builder.kv_cache_spec.num_states,
+                            builder.num_sms,
+                            decode.schedule_metadata,
+                        )
+                    )
+        return cls(
+            inputs,
+            attn_metadata,
+            attn_groups,
+            left,
+            list(jobs.values()),
+            schedules,
+            max_num_reqs,
+            max_window,
+        )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Requests and tokens, both with padding."""
+        return self.inputs.num_reqs, self.inputs.num_tokens
+
+    def launch(self, build_left: BuildFn | None = None) -> None:
+        """Refresh the buffers of the metadata from the inputs' present values;
+        those of ``left`` only with ``build_left``, which calls their builders.
+
+        The first launch copies the table of jobs to the device, and may compile.
+        """
+        inputs = self.inputs
+        write_decode_metadata(
+            self._job_table,
+            inputs.query_start_loc,
+            inputs.seq_lens,
+            inputs.positions,
+            inputs.replay_start,
+            inputs.num_reqs,
+            inputs.num_tokens,
+            self._max_num_reqs,
+            self._max_window,
+        )
+        for schedule in self._schedules:
+            schedule.write()
+        if build_left is not None and any(self.left):
+            build_left(self.left)
+
+    def writes_for(self, other: "FusedBuild") -> bool:
+        """Whether this build refreshes the metadata of ``other`` as well."""
+        return (
+            self._jobs == other._jobs
+            and self.left == other.left
+            and [schedule.out.data_ptr() for schedule in self._schedules]
+            == [schedule.out.data_ptr() for schedule in other._schedules]
+        )
+
+
+def _has_schedule() -> bool:
+    return indexer.current_platform.is_cuda() and indexer.has_deep_gemm()

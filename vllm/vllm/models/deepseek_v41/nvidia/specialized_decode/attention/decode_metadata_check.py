@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a fused build writes what upstream's builders write, on this machine.
+
+A wrong metadata buffer is a silently wrong answer, and neither tests nor types
+know every layout a deployment may have. So every fused build is held to upstream's
+builders before it serves: on random decode steps, every byte that those builders
+write must come out the same. This runs at start-up and may wait for the device.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from .decode_metadata import BuildFn, DecodeInputs, FusedBuild
+from .metadata_tensors import View, tensors
+
+# Overwrites what a build has to write; two rounds, as a bool can hold only these.
+_POISONS = (0x7F, 0)
+
+
+def difference_from_upstream(
+    build: FusedBuild, build_upstream: BuildFn, max_model_len: int
+) -> str | None:
+    """The path of the first tensor that ``build`` leaves other than
+    ``build_upstream``, which calls the builders of attention groups for the same
+    padded shape, or None.
+
+    Leaves the inputs as they were, and the metadata refreshed from them.
+    """
+    inputs = build.inputs
+    outputs = _outputs(build)
+    with _restored(inputs.tensors()):
+        for seed, poison in enumerate(_POISONS):
+            _write_random_step(inputs, max_model_len, seed)
+            step = [tensor.clone() for tensor in inputs.tensors()]
+            before = {path: tensor.clone() for path, tensor in outputs.items()}
+            _fill(outputs, poison)
+            build_upstream(build.attn_groups)
+            wanted = {path: tensor.clone() for path, tensor in outputs.items()}
+            tables = [table.clone() for table in inputs.block_tables]
+            _fill(outputs, poison)
+            # What upstream leaves alone, the forward keeps to itself.
+            unwritten = [path for path in wanted if _is(wanted[path], poison)]
+            for path in unwritten:
+                outputs[path].copy_(before[path])
+            # Builders clamp tables in place.
+            for tensor, value in zip(inputs.tensors(), step, strict=True):
+                tensor.copy_(value)
+            build.launch(build_upstream)
+            for path, want in wanted.items():
+                got = outputs[path]
+                if path in unwritten and torch.equal(got, before[path]):
+                    continue
+                if not torch.equal(got, want):
+                    return path
+            for index, want in enumerate(tables):
+                if not torch.equal(inputs.block_tables[index], want):
+                    return f"block table {index}"
+    build.launch(build_upstream)
+    return None
+
+
+def _outputs(build: FusedBuild) -> dict[str, torch.Tensor]:
+    """The device tensors of the metadata that are no inputs, each view once."""
+    storages = {_storage(tensor) for tensor in build.inputs.tensors()}
+    device = build.inputs.seq_lens.device
+    views = {
+        View.of(tensor): (path, tensor)
+        for path, tensor in tensors(build.attn_metadata)
+        if tensor.numel()
+        and tensor.device == device
+        and not path.endswith("_cpu")
+        and _storage(tensor) not in storages
+    }
+    return dict(views.values())
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _as(tensor: torch.Tensor, poison: int) -> int | bool:
+    return bool(poison) if tensor.dtype == torch.bool else poison
+
+
+def _is(tensor: torch.Tensor, poison: int) -> bool:
+    return bool((tensor == _as(tensor, poison)).all())
+
+
+def _fill(outputs: dict[str, torch.Tensor], poison: int) -> None:
+    for tensor in outputs.values():
+        tensor.fill_(_as(tensor, poison))
+
+
+@contextmanager
+def _restored(arrays: tuple[torch.Tensor, ...]) -> Iterator[None]:
+    values = [tensor.clone() for tensor in arrays]
+    try:
+        yield
+    finally:
+        for tensor, value in zip(arrays, values, strict=True):
+            tensor.copy_(value)
+
+
+def _write_random_step(inputs: DecodeInputs, max_model_len: int, seed: int) -> None:
+    """A uniform decode step of fewer requests than the shape holds, if it can."""
+    random = torch.Generator().manual_seed(seed)
+
+    def integers(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=random)
+
+    padded = inputs.num_reqs
+    query_len = inputs.num_tokens // padded
+    num_reqs = max(1, padded - 1 - seed)
+    num_tokens = num_reqs * query_len
+    starts = (torch.arange(padded + 1) * query_len).clamp(max=num_tokens)
+    lens = integers(query_len, max_model_len, padded)
+    lens[num_reqs:] = 0
+    positions = integers(0, max_model_len, inputs.num_tokens)
+    offsets = torch.arange(query_len) - query_len
+    positions[:num_tokens] = (lens[:num_reqs, None] + offsets).flatten()
+    slots = integers(0, 2**20, *inputs.slot_mappings.shape)
+    slots[:, num_tokens:] = -1
+    replay_start = (integers(0, max_model_len, padded) - max_model_len // 2).clamp(0)
+    values = [starts, lens, positions, torch.minimum(replay_start, lens)]
+    for table in inputs.block_tables:
+        blocks = integers(1, 2**20, *table.shape)
+        # What lies past a request's blocks may be anything.
+        blocks[:, 1:][integers(0, 8, padded, table.shape[1] - 1) == 0] = -1
+        blocks[num_reqs:] = 0
+        values.append(blocks)
+    for tensor, value in zip(inputs.tensors(), [*values, slots], strict=True):
+        tensor.copy_(value)

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention metadata of a decode step in one launch.
+
+A ``Job`` names one set of buffers to write and the device data it follows from;
+the launch runs one program per job and token. Every program finds its token's
+request in the device ``query_start_loc``, so one launch serves any number of
+requests up to the padded one, of even or uneven query lengths. No program reads
+what another one writes.
+"""
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from vllm.triton_utils import tl, triton
+from vllm.utils.math_utils import next_power_of_2
+
+
+class Kind(IntEnum):
+    """What a job writes for a token (TABLE: for a request)."""
+
+    REQUEST = 0
+    """outs[0] [tokens] int32: its request."""
+    WINDOW = 1
+    """outs[0] [tokens] bool: whether it has a slot; outs[1] [tokens] int32: the
+    length of its window; outs[2] [tokens, window] int32: the window's slots."""
+    COMPRESSED_SLOT = 2
+    """outs[0] [tokens] int64: the slot of the compressed state it completes."""
+    RING_SLOT = 3
+    """outs[0] [tokens] int64: its slot in the request's ring of block_size."""
+    CONTEXT = 4
+    """outs[0] [tokens] int32: compressed states up to it; outs[1] [requests]
+    int32: query length; outs[2] [tokens] int32: 1; outs[3] [tokens] int32: its
+    request, or a number of its own past the requests; each only if given."""
+    TABLE = 5
+    """outs[0] [requests, out_columns] int32: the request's kernel blocks."""
+    TOKEN_TABLE = 6
+    """outs[0] [tokens, out_columns] int32: its request's kernel blocks."""
+
+
+class Job(NamedTuple):
+    """A row of the table of jobs. Tensors are given by their addresses.
+
+    ``table`` [requests, blocks] int32 holds blocks of the KV-cache manager, of
+    which kernels may see ``split`` each: kernel block j of block b is number
+    b * ``scale`` + j, or the null block where that is negative and ``clamp`` set.
+    A kernel block holds ``block_size`` states of ``ratio`` tokens each.
+    """
+
+    kind: Kind
+    outs: tuple[int, int, int, int]
+    out_stride: int = 0
+    out_columns: int = 0
+    slots: int = 0
+    """[tokens] int64, negative for a token that is not to be cached."""
+    table: int = 0
+    table_stride: int = 0
+    split: int = 1
+    scale: int = 1
+    clamp: bool = False
+    block_size: int = 1
+    ratio: int = 1
+    window: int = 0
+
+    def row(self) -> list[int]:
+        kind, outs, *rest = self
+        return [int(value) for value in (kind, *outs, *rest)]
+
+
+_REQUEST = tl.constexpr(int(Kind.REQUEST))
+_WINDOW = tl.constexpr(int(Kind.WINDOW))
+_COMPRESSED_SLOT = tl.constexpr(int(Kind.COMPRESSED_SLOT))
+_RING_SLOT = tl.constexpr(int(Kind.RING_SLOT))
+_CONTEXT = tl.constexpr(int(Kind.CONTEXT))
+_TABLE = tl.constexpr(int(Kind.TABLE))
+_TOKEN_TABLE = tl.constexpr(int(Kind.TOKEN_TABLE))
+
+# Columns of Job.row().
+_OUTS = tl.constexpr(1)
+_OUT_STRIDE = tl.constexpr(5)
+_OUT_COLUMNS = tl.constexpr(6)
+_SLOTS = tl.constexpr(7)
+_BLOCK_TABLE = tl.constexpr(8)
+_TABLE_STRIDE = tl.constexpr(9)
+_SPLIT = tl.constexpr(10)
+_SCALE = tl.constexpr(11)
+_CLAMP = tl.constexpr(12)
+_BLOCK_SIZE = tl.constexpr(13)
+_RATIO = tl.constexpr(14)
+_WINDOW_SIZE = tl.constexpr(15)
+_COLUMNS = tl.constexpr(16)
+
+
+@triton.jit
+def _kernel_blocks(job, req, index, mask):
+    """The request's kernel blocks at ``index`` of its table, int64."""
+    table = tl.load(job + _BLOCK_TABLE).to(tl.pointer_type(tl.int32))
+    split = tl.load(job + _SPLIT)
+    row = table + req.to(tl.int64) * tl.load(job + _TABLE_STRIDE)
+    block = tl.load(row + index // split, mask=mask, other=0).to(tl.int64)
+    block = block * tl.load(job + _SCALE) + index % split
+    return tl.where((block < 0) & (tl.load(job + _CLAMP) != 0), 0, block)
+
+
+@triton.jit
+def _write_window(job, token, req, position, replay_start, MAX_WINDOW: tl.constexpr):
+    has_slot = tl.load(tl.load(job + _SLOTS).to(tl.pointer_type(tl.int64)) + token) >= 0
+    window = tl.load(job + _WINDOW_SIZE)
+    block_size = tl.load(job + _BLOCK_SIZE)
+    # A replayed prefix holds no window state below the replay's start.
+    start = tl.maximum(position - window + 1, tl.load(replay_start + req))
+    start = tl.maximum(start, 0)
+    length = tl.where(has_slot, position + 1 - start, 0)
+    offset = tl.arange(0, MAX_WINDOW)
+    inside = offset < length
+    at = start + offset
+    block = _kernel_blocks(job, req, at // block_size, inside)
+    slot = tl.where(inside, block * block_size + at % block_size, -1)
+    tl.store(
+        tl.load(job + _OUTS).to(tl.pointer_type(tl.int8)) + token, has_slot.to(tl.int8)
+    )
+    tl.store(
+        tl.load(job + _OUTS + 1).to(tl.pointer_type(tl.int32)) + token,
+        length.to(tl.int32),
+    )
+    row = tl.load(job + _OUTS + 2).to(tl.pointer_type(tl.int32)) + token * tl.load(
+        job + _OUT_STRIDE
+    )
+    tl.store(row + offset, slot.to(tl.int32), mask=offset < window)
+
+
+@triton.jit
+def _write_compressed_slot(job, token, req, position, real):
+    has_slot = tl.load(tl.load(job + _SLOTS).to(tl.pointer_type(tl.int64)) + token) >= 0
+    ratio = tl.load(job + _RATIO)
+    block_size = tl.load(job + _BLOCK_SIZE)
+    # The last of a state's tokens writes it.
+    writes = real & has_slot & ((position + 1) % ratio == 0)
+    state = tl.where(writes, position // ratio, 0)
+    block = _kernel_blocks(job, req, state // block_size, writes)
+    slot = tl.where(writes, block * block_size + state % block_size, -1)
+    tl.store(tl.load(job + _OUTS).to(tl.pointer_type(tl.int64)) + token, slot)
+
+
+@triton.jit
+def _write_ring_slot(job, token, req, positions, real):
+    capacity = tl.load(job + _BLOCK_SIZE)
+    block = _kernel_blocks(job, req, 0, real)
+    slot = block * capacity + tl.load(positions + token, mask=real, other=0) % capacity
+    # The null block stands for no ring at all.
+    slot = tl.where(real & (block != 0), slot, -1)
+    tl.store(tl.load(job + _OUTS).to(tl.pointer_type(tl.int64)) + token, slot)
+
+
+@triton.jit
+def _write_context(
+    job, token, req, position, real, query_start_loc, num_reqs, num_real
+):
+    states = tl.where(real, (position + 1) // tl.load(job + _RATIO), 0)
+    if tl.load(job + _OUTS) != 0:
+        tl.store(
+            tl.load(job + _OUTS).to(tl.pointer_type(tl.int32)) + token,
+            states.to(tl.int32),
+        )
+    if (tl.load(job + _OUTS + 1) != 0) & (token < num_reqs):
+        query_len = tl.load(query_start_loc + token + 1)
+        query_len -= tl.load(query_start_loc + token)
+        tl.store(
+            tl.load(job + _OUTS + 1).to(tl.pointer_type(tl.int32)) + token, query_len
+        )
+    if tl.load(job + _OUTS + 2) != 0:
+        tl.store(tl.load(job + _OUTS + 2).to(tl.pointer_type(tl.int32)) + token, 1)
+    if tl.load(job + _OUTS + 3) != 0:
+        row = tl.where(real, req, num_reqs + token - num_real)
+        tl.store(tl.load(job + _OUTS + 3).to(tl.pointer_type(tl.int32)) + token, row)
+
+
+@triton.jit
+def _write_table_row(job, row, req, real, BLOCK_COLUMNS: tl.constexpr):
+    columns = tl.load(job + _OUT_COLUMNS).to(tl.int32)
+    out = tl.load(job + _OUTS).to(tl.pointer_type(tl.int32)) + row * tl.load(
+        job + _OUT_STRIDE
+    )
+    for first in range(0, columns, BLOCK_COLUMNS):
+        column = first + tl.arange(0, BLOCK_COLUMNS)
+        inside = column < columns
+        block = _kernel_blocks(job, req, column, inside & real)
+        tl.store(out + column, block.to(tl.int32), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_reqs"])
+def _decode_metadata_kernel(
+    jobs,
+    query_start_loc,
+    seq_lens,
+    positions,
+    replay_start,
+    num_reqs,
+    MAX_REQS: tl.constexpr,
+    MAX_WINDOW: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    job = jobs + tl.program_id(0) * _COLUMNS
+    token = tl.program_id(1)
+    # The requests that end at or before the token come before its own; padding
+    # requests end where the real tokens do.
+    index = tl.arange(0, MAX_REQS)
+    ends = tl.load(query_start_loc + 1 + index, mask=index < num_reqs, other=2**31 - 1)
+    req = tl.minimum(tl.sum((ends <= token).to(tl.int32), 0), num_reqs - 1)
+    num_real = tl.load(query_start_loc + num_reqs)
+    real = token < num_real
+    start = tl.load(query_start_loc + req)
+    end = tl.load(query_start_loc + req + 1)
+    position = (tl.load(seq_lens + req) - (end - start) + token - start).to(tl.int64)
+
+    kind = tl.load(job)
+    if kind == _REQUEST:
+        tl.store(tl.load(job + _OUTS).to(tl.pointer_type(tl.int32)) + token, req)
+    elif kind == _WINDOW:
+        _write_window(job, token, req, position, replay_start, MAX_WINDOW)
+    elif kind == _COMPRESSED_SLOT:
+        _write_compressed_slot(job, token, req, position, real)
+    elif kind == _RING_SLOT:
+        _write_ring_slot(job, token, req, positions, real)
+    elif kind == _CONTEXT:
+        _write_context(
+            job, token, req, position, real, query_start_loc, num_reqs, num_real
+        )
+    elif kind == _TABLE:
+        if token < num_reqs:
+            _write_table_row(job, token, token, token < num_reqs, BLOCK_COLUMNS)
+    else:
+        _write_table_row(job, token, req, real, BLOCK_COLUMNS)
+
+
+def job_table(jobs: Sequence[Job], device: torch.device) -> torch.Tensor:
+    """The jobs as [jobs, columns] int64, for ``write_decode_metadata``."""
+    return torch.tensor([job.row() for job in jobs], dtype=torch.int64, device=device)
+
+
+def write_decode_metadata(
+    jobs: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    positions: torch.Tensor,
+    replay_start: torch.Tensor,
+    num_reqs: int,
+    num_tokens: int,
+    max_num_reqs: int,
+    max_window: int,
+) -> None:
+    """Run ``jobs`` for ``num_tokens`` tokens of ``num_reqs`` requests, both with
+    padding.
+
+    ``query_start_loc`` [num_reqs + 1] int32 ends in the number of real tokens,
+    ``seq_lens`` [num_reqs] int32 counts each request's tokens after the step,
+    ``positions`` [num_tokens] is int64, ``replay_start`` [num_reqs] int32 is the
+    first position each request has window state of.
+
+    ``max_num_reqs`` and ``max_window`` bound what any launch is given: they
+    choose the compiled kernel, the other numbers do not.
+    """
+    _decode_metadata_kernel[(jobs.shape[0], num_tokens)](
+        jobs,
+        query_start_loc,
+        seq_lens,
+        positions,
+        replay_start,
+        num_reqs,
+        MAX_REQS=next_power_of_2(max_num_reqs),
+        MAX_WINDOW=next_power_of_2(max_window),
+        BLOCK_COLUMNS=256,
+        num_warps=4,
+    )

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fused builds of a deployment, each held to upstream's builders before use."""
+
+from vllm.logger import init_logger
+
+from ..attention.decode_metadata import BuildFn, FusedBuild
+from ..attention.decode_metadata_check import difference_from_upstream
+
+logger = init_logger(__name__)
+
+
+class FusedBuilds:
+    """Proven fused builds by their padded shape (requests, tokens)."""
+
+    def __init__(self, max_model_len: int) -> None:
+        self._max_model_len = max_model_len
+        self._proven: dict[tuple[int, int], FusedBuild] = {}
+
+    def proven(self, build: FusedBuild) -> FusedBuild | None:
+        """A proven build that writes what ``build`` does, or None. Does no work on
+        the device."""
+        known = self._proven.get(build.shape)
+        return known if known is not None and known.writes_for(build) else None
+
+    def prove(self, build: FusedBuild, build_upstream: BuildFn) -> FusedBuild | None:
+        """``proven``, after comparing ``build`` to ``build_upstream`` if need be.
+
+        Whatever goes wrong in that means that the fused build is not used.
+        """
+        known = self.proven(build)
+        if known is not None:
+            return known
+        try:
+            path = difference_from_upstream(build, build_upstream, self._max_model_len)
+        except Exception:
+            logger.exception("Comparing the fused attention metadata failed.")
+            path = "nothing"
+        if path is not None:
+            logger.error(
+                "DeepSeek-V4.1 decode: the fused metadata build of %d requests of %d "
+                "tokens differs from upstream's in %s, and is not used. Please report "
+                "this.",
+                *build.shape,
+                path,
+            )
+            return None
+        self._proven[build.shape] = build
+        return build
+
+    def release(self) -> None:
+        """Forget the builds, with the buffers they keep alive."""
+        self._proven.clear()

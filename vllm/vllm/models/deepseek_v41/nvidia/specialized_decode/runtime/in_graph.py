@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The metadata build at the head of the FULL forward graphs.
+
+A graph that was captured with the build before the forward refreshes its own
+metadata from device data on every replay: the host has nothing left to do, and
+an idle data-parallel rank, a one-token prefill or any other step that runs the
+graph is served alike. For that the build must follow from device data alone, so
+only a fused build of all KV-cache groups goes in.
+"""
+
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+
+from ..attention.decode_metadata import BuildFn, FusedBuild
+from .fused_builds import FusedBuilds
+
+logger = init_logger(__name__)
+
+
+class InGraphBuilds:
+    """What the capture of FULL graphs calls, and which shapes then serve
+    themselves."""
+
+    def __init__(self, fused: FusedBuilds) -> None:
+        self._fused = fused
+        # Per shape, metadata that no forward has been given.
+        self._metadata: dict[tuple[int, int], dict[str, Any]] = {}
+        self._captured: set[tuple[int, int]] = set()
+        # Shapes of which some graph was captured without its build.
+        self._left_out: set[tuple[int, int]] = set()
+
+    def head(self, build: FusedBuild, build_upstream: BuildFn) -> None:
+        """Run ``build`` at the head of a forward that reads its metadata.
+
+        The runner warms a forward up before it captures it: the warm-up proves
+        the build, the capture takes it in only if it was proven.
+        """
+        shape = build.shape
+        if torch.cuda.is_current_stream_capturing():
+            proven = self._fused.proven(build)
+            if proven is None or shape not in self._metadata:
+                self._left_out.add(shape)
+                return
+            proven.launch()
+            self._captured.add(shape)
+        elif not any(build.left) and self._fused.prove(build, build_upstream):
+            self._metadata[shape] = build_upstream(build.attn_groups)
+            build.launch()
+
+    def leave_out(self, shape: tuple[int, int]) -> None:
+        """A graph of ``shape`` is captured without its build."""
+        self._left_out.add(shape)
+
+    def captured(self) -> dict[tuple[int, int], dict[str, Any]]:
+        """The shapes all of whose graphs hold their build, with metadata for
+        whoever asks for the step's."""
+        return {
+            shape: self._metadata[shape] for shape in self._captured - self._left_out
+        }
+
+    def release(self) -> None:
+        """Forget the graphs of the last capture."""
+        self._metadata.clear()
+        self._captured.clear()
+        self._left_out.clear()
