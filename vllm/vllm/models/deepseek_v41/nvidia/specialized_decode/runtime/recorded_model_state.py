@@ -30,6 +30,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
 
 from ...model_state import DeepseekV41ModelState
+from ..attention.flashmla_plan import share_plans
 from ..deployment import MetadataGraphs, requested_metadata_graphs
 from .eligibility import Eager
 from .fused_builds import FusedBuilds
@@ -305,6 +306,7 @@ class DeepseekV41RecordedModelState(DeepseekV41ModelState):
             ubatch_idx=ubatch_idx,
             **kwargs,
         )
+        share_plans(attn_metadata, attn_groups)
         if for_capture and self.metadata_graphs == MetadataGraphs.AUTO:
             build = PaddedBuild(
                 eager_build,
