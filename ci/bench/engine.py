@@ -1,13 +1,13 @@
-"""The engine's side of the metadata bench, one process a proxy. Needs a GPU.
+"""The engine's side of the metadata bench, one process an engine. Needs a GPU.
 
-Run by ``bench.metadata`` with its request as JSON on the command line; writes the
-records of one proxy as JSON.
+Run by ``bench.metadata`` with its request as JSON on the command line; writes what
+it measured as JSON.
 """
 
 import json
 import sys
 import tempfile
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,16 @@ VOCABULARY = 129_000
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure (units and words as in ``records.Record``)."""
+    """What to measure (units and words as in ``records.Record``).
+
+    ``forward_heads`` names, for each batch size, the first work of a forward graph
+    without metadata, where ``paths`` is ``in_graph`` and it is known.
+    """
 
     proxy: int
     model: str
+    paths: list[str]
+    forward_heads: dict[str, list[str]]
     batches: list[int]
     query_len: int
     steps: int
@@ -43,23 +49,37 @@ class Request:
     out: str
 
 
-def measure(request: Request) -> list[Record]:
+@dataclass(frozen=True)
+class Measured:
+    """The records of an engine, and ``trace.Cost.head`` for each batch size."""
+
+    records: list[Record]
+    forward_heads: dict[str, list[str]]
+
+
+def measure(request: Request) -> Measured:
     """Make the engine and measure each batch size in turn."""
     upstream = Path(request.upstream) if request.upstream else None
-    switch = Switch(upstream, request.query_len)
+    switch = Switch(request.paths, upstream, request.query_len)
+    in_graph = request.paths == ["in_graph"]
     _install(switch)
     engine = proxy_engine.make(
         request.model,
         request.query_len,
         decode_backend="auto",
+        metadata_graphs="auto" if in_graph else "separate",
         max_model_len=2048,
         gpu_memory_utilization=0.6,
     )
-    if "recorded" not in switch.recordings:
+    if not in_graph and "recorded" not in switch.recordings:
         raise SystemExit("the engine recorded no metadata: its log above says why")
     records = []
+    heads: dict[str, list[str]] = {}
     for batch in request.batches:
-        _say(f"{request.proxy} layers, batch {batch}")
+        _say(
+            f"{request.proxy} layers, query length {request.query_len}, batch {batch}: "
+            f"{', '.join(request.paths)}"
+        )
         run = _Runs(engine, batch)
         # Kernels compile and caches fill here.
         switch.measure(batch, TURN)
@@ -70,7 +90,12 @@ def measure(request: Request) -> list[Record]:
                 raise SystemExit(f"too few FULL decode steps of {batch} requests")
             run(switch, request.new_tokens)
         samples = dict(switch.samples)
-        costs = _profile(switch, run, batch)
+        head = request.forward_heads.get(str(batch), [])
+        costs = _profile(switch, run, batch, head)
+        # The builds of a step whose graph has them launch nothing.
+        if in_graph and costs["in_graph"].launch_calls:
+            raise SystemExit("the engine has no metadata build in its FULL graphs")
+        heads[str(batch)] = list(costs[switch.paths[-1]].head)
         for path in switch.paths:
             cost, start_up = costs[path], switch.recordings.get(path)
             host_us, step_ms = samples[path].host_us, samples[path].step_ms
@@ -85,7 +110,9 @@ def measure(request: Request) -> list[Record]:
                     host_us_p99=percentile(host_us, 99),
                     launch_calls=cost.launch_calls,
                     step_launch_calls=cost.step_launch_calls,
+                    planner_launches=cost.planner_launches,
                     device_us=cost.device_us,
+                    gpu_metadata_us=cost.gpu_metadata_us,
                     step_ms_p50=percentile(step_ms, 50),
                     recordings=start_up.count if start_up else None,
                     record_seconds=start_up.seconds if start_up else None,
@@ -95,20 +122,21 @@ def measure(request: Request) -> list[Record]:
                     commit=request.commit,
                 )
             )
-    return records
+    return Measured(records, heads)
 
 
 def _install(switch: Switch) -> None:
+    from vllm.config import CUDAGraphMode
     from vllm.models.deepseek_v41.nvidia.model_state import DeepseekV41ModelState
     from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime import (
-        recorded_model_state as recorded,
+        recorded_model_state as ours,
     )
+    from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
     switch.install(
-        recorded.DeepseekV41RecordedModelState,
-        DeepseekV41ModelState,
-        recorded.decode_batch,
+        ours.DeepseekV41RecordedModelState, DeepseekV41ModelState, ours.decode_batch
     )
+    switch.install_forwards(ModelCudaGraphManager, CUDAGraphMode.FULL)
 
 
 class _Runs:
@@ -137,7 +165,9 @@ class _Runs:
         )
 
 
-def _profile(switch: Switch, run: _Runs, batch: int) -> dict[str, trace.Cost]:
+def _profile(
+    switch: Switch, run: _Runs, batch: int, forward_head: list[str]
+) -> dict[str, trace.Cost]:
     """Launches and GPU time of each path, from a short run under the profiler."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -150,7 +180,7 @@ def _profile(switch: Switch, run: _Runs, batch: int) -> dict[str, trace.Cost]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(path))
-        costs = trace.costs(json.loads(path.read_text()))
+        costs = trace.costs(json.loads(path.read_text()), {"in_graph": forward_head})
     missing = [path for path in switch.paths if path not in costs]
     if missing:
         raise SystemExit(f"the profiler saw no build of the {missing[0]} path")
@@ -164,8 +194,7 @@ def _say(text: str) -> None:
 def main() -> None:
     values = json.loads(sys.argv[1])
     request = Request(**{f.name: values[f.name] for f in fields(Request)})
-    records = measure(request)
-    Path(request.out).write_text(json.dumps([r.as_json() for r in records]))
+    Path(request.out).write_text(json.dumps(asdict(measure(request))))
 
 
 if __name__ == "__main__":

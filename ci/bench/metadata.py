@@ -1,7 +1,9 @@
-"""``scripts/bench.sh metadata``: stock, ported and recorded metadata builds.
+"""``scripts/bench.sh metadata``: metadata builds by each of the paths.
 
-One engine process a proxy; in each the three paths take turns over the decode
-steps of the same requests (see ``bench.switch``).
+Two engine processes for each proxy and query length. In the first, stock, ported
+and recorded take turns over the decode steps of the same requests (see
+``bench.switch``); the second has the build inside its forward graphs. Each starts
+where the one before has left the compile caches warm.
 """
 
 import argparse
@@ -10,15 +12,16 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 
 from proxy_model.config import TOPOLOGIES
 from proxy_model.write import write
 
 from .ported import RELATIVE
-from .records import Record, aims, table
+from .records import PATHS, Record, aims, table
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # The engine in the bench's own process, where its model state can be reached; no
@@ -43,29 +46,45 @@ def numbers(text: str) -> list[int]:
     return values
 
 
+def paths(text: str) -> list[str]:
+    """``stock,recorded`` as a list, in the order of ``PATHS``. Raises ValueError."""
+    words = text.split(",")
+    if not set(words) <= set(PATHS):
+        raise ValueError(text)
+    return [path for path in PATHS if path in words]
+
+
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="bench.sh metadata",
         description="Measure the metadata build of FULL decode steps side by side: "
         "stock (eager), ported (upstream's recordings with the Hopper builders let "
-        "in) and recorded (ours). Needs a GPU and the fork.",
+        "in), recorded (ours) and in_graph (inside our forward graphs). Needs a GPU "
+        "and the fork.",
     )
     parser.add_argument("--proxy", type=numbers, default=[40, 8], metavar="40,8")
     parser.add_argument("--batch", type=numbers, default=[1, 8, 32], metavar="1,8,32")
     parser.add_argument(
         "--query-len",
-        type=int,
-        default=1,
-        choices=range(1, 7),
-        metavar="Q",
+        type=numbers,
+        default=[1],
+        metavar="1,6",
         help="tokens a request decodes per step; above 1 with DSpark (default: 1)",
+    )
+    parser.add_argument(
+        "--path",
+        type=paths,
+        default=list(PATHS),
+        metavar=",".join(PATHS),
+        help="what to measure (default: all); gpu_metadata_us of in_graph needs one "
+        "of the others too",
     )
     parser.add_argument(
         "--steps",
         type=int,
-        default=240,
+        default=120,
         metavar="N",
-        help="decode steps to measure, for each path (default: 240)",
+        help="decode steps to measure, for each path (default: 120)",
     )
     parser.add_argument("--new-tokens", type=int, default=128, metavar="N")
     parser.add_argument(
@@ -86,6 +105,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             parser.error(f"--proxy {proxy}: choose from {sorted(TOPOLOGIES)}")
     if max(options.batch) > 32:
         parser.error("--batch: the engine serves 32 requests at most")
+    if max(options.query_len) > 6:
+        parser.error("--query-len: the proxy drafts 5 tokens at most")
     if options.steps < 10 or options.new_tokens < 64:
         parser.error("give 10 --steps and 64 --new-tokens or more")
     return options
@@ -130,16 +151,39 @@ def name_of_fork() -> str:
         return "unknown"
 
 
-def run_engine(options: argparse.Namespace, proxy: int, folder: Path) -> list[Record]:
-    """The records of one proxy, from an engine process of its own."""
-    model, out = folder / f"proxy-{proxy}", folder / f"records-{proxy}.json"
-    write(model, proxy)
+def engines(options: argparse.Namespace) -> Iterator[list[str]]:
+    """The paths that each engine of a proxy and query length measures."""
+    apart = [path for path in options.path if path != "in_graph"]
+    if "ported" in apart and find_upstream(options.base) is None:
+        apart.remove("ported")
+    if apart:
+        # The last path is the engine's own.
+        yield apart
+    if "in_graph" in options.path:
+        yield ["in_graph"]
+
+
+def run_engine(
+    options: argparse.Namespace,
+    proxy: int,
+    query_len: int,
+    measured: Sequence[str],
+    forward_heads: dict[str, list[str]],
+    folder: Path,
+) -> tuple[list[Record], dict[str, list[str]]]:
+    """The records of ``measured`` paths, from an engine process of their own, and
+    how its forward graphs begin, for each batch size."""
+    model, out = folder / f"proxy-{proxy}", folder / "measured.json"
+    if not model.exists():
+        write(model, proxy)
     upstream = find_upstream(options.base)
     request = {
         "proxy": proxy,
         "model": str(model),
+        "paths": list(measured),
+        "forward_heads": forward_heads,
         "batches": options.batch,
-        "query_len": options.query_len,
+        "query_len": query_len,
         "steps": options.steps,
         "new_tokens": options.new_tokens,
         "upstream": str(upstream) if upstream else None,
@@ -152,20 +196,29 @@ def run_engine(options: argparse.Namespace, proxy: int, folder: Path) -> list[Re
         command, env=os.environ | ENVIRONMENT, stdout=sys.stderr
     ).returncode
     if code:
-        raise BenchError(f"the engine of {proxy} layers failed: its log is above")
-    return [Record(**values) for values in json.loads(out.read_text())]
+        raise BenchError(
+            f"the engine of {proxy} layers at query length {query_len} failed "
+            f"({', '.join(measured)}): its log is above"
+        )
+    written = json.loads(out.read_text())
+    return [Record(**values) for values in written["records"]], written["forward_heads"]
 
 
 def bench(options: argparse.Namespace) -> list[Record]:
     check_machine()
-    if find_upstream(options.base) is None:
+    if "ported" in options.path and find_upstream(options.base) is None:
         print("bench.sh: no --base: the ported path is left out", file=sys.stderr)
     records: list[Record] = []
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        for proxy in options.proxy:
-            records += run_engine(options, proxy, Path(folder))
-            # What is measured is kept, whatever happens to the next proxy.
-            save(options.out, records)
+        for proxy, query_len in product(options.proxy, options.query_len):
+            heads: dict[str, list[str]] = {}
+            for measured in engines(options):
+                found, heads = run_engine(
+                    options, proxy, query_len, measured, heads, Path(folder)
+                )
+                records += found
+                # What is measured is kept, whatever happens to the next engine.
+                save(options.out, records)
     return records
 
 

@@ -1,8 +1,8 @@
-"""Lets one engine build its metadata by any of the paths, step by step.
+"""Lets one engine build its metadata by any of its paths, step by step.
 
-All three paths refresh the same buffers, so decode steps of one run can take turns:
-a few steps stock, a few ported, a few recorded, and again. What disturbs the
-machine then disturbs all three.
+The paths refresh the same buffers, so decode steps of one run can take turns: a few
+steps stock, a few ported, a few recorded, and again. What disturbs the machine then
+disturbs all of them. Only the path ``in_graph`` is alone: an engine has it or not.
 """
 
 import time
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from . import ported
-from .records import PATHS
-from .trace import mark
+from .full_graphs import FullGraphs
+from .trace import FORWARD, mark
 
 # Steps after a change of path that are not counted: the host runs ahead of the GPU.
 SETTLE = 2
@@ -44,16 +44,21 @@ class Switch:
     """Takes the place of the model state's metadata build.
 
     Args:
-        upstream: Pristine copy of upstream's ``metadata_graphs.py``; None leaves
-            the ported path out.
+        paths: Those that take turns; the last is the engine's own, which builds
+            what is not measured.
+        upstream: Pristine copy of upstream's ``metadata_graphs.py``, for the
+            ported path.
         query_len: Tokens a request decodes per step.
     """
 
-    def __init__(self, upstream: Path | None, query_len: int) -> None:
-        self.paths = [p for p in PATHS if p != "ported" or upstream is not None]
+    def __init__(
+        self, paths: Sequence[str], upstream: Path | None, query_len: int
+    ) -> None:
+        self.paths = list(paths)
+        self.full_graphs = FullGraphs()
         self.samples: dict[str, Samples] = defaultdict(Samples)
         self.recordings: dict[str, Recordings] = {}
-        self._upstream = upstream
+        self._upstream = upstream if "ported" in paths else None
         self._query_len = query_len
         self._ported: Any = None
         self._ported_key: tuple[int, int, int, int] | None = None
@@ -62,6 +67,8 @@ class Switch:
         self._step = 0
         self._profiling = False
         self._last_start: int | None = None
+        # Of the step at hand, from its build on.
+        self._running = self.paths[-1]
 
     def measure(self, batch: int, turn: int, profiling: bool = False) -> None:
         """From now on, decode steps of ``batch`` requests take turns of ``turn``
@@ -73,6 +80,18 @@ class Switch:
     def new_run(self) -> None:
         """The next step does not follow the last one."""
         self._last_start = None
+
+    def install_forwards(self, manager_class: Any, full: Any) -> None:
+        """Patch the graph manager's class; call before the engine is made. The
+        steps of stock and ported run upstream's FULL graphs."""
+        upstreams = {"stock", "ported"}
+        self.full_graphs.install(
+            manager_class,
+            full,
+            runs_upstream=lambda: self._running in upstreams,
+            marked=lambda: self._marked(FORWARD),
+            both=not upstreams.isdisjoint(self.paths),
+        )
 
     def install(self, ours: Any, stock: Any, decode_batch: Callable[..., Any]) -> None:
         """Patch the model state's class ``ours``, a subclass of ``stock``; call
@@ -115,10 +134,13 @@ class Switch:
                 return self._ported.capture(
                     self._ported_key, attn_groups, block_tables, build_stock
                 )
+            if self.full_graphs.capturing_upstream:
+                return build_stock(attn_groups)
+            self._running = self.paths[-1]
             if not self._counts(input_batch, cudagraph_mode, more):
                 return build(state, *inputs, attn_groups, *rest, **more)
-            path = self._path()
-            with self._marked(path):
+            path = self._running = self._path()
+            with self._marked(mark(path)):
                 start = time.perf_counter_ns()
                 if path == "stock":
                     built = build_stock(attn_groups)
@@ -197,12 +219,12 @@ class Switch:
 
     def _path(self) -> str:
         if self._batch is None:
-            return "recorded"
+            return self.paths[-1]
         return self.paths[self._step // self._turn % len(self.paths)]
 
-    def _marked(self, path: str) -> AbstractContextManager[Any]:
+    def _marked(self, name: str) -> AbstractContextManager[Any]:
         if self._profiling:
-            return torch.profiler.record_function(mark(path))
+            return torch.profiler.record_function(name)
         return nullcontext()
 
     def _sample(self, path: str, start: int, end: int) -> None:

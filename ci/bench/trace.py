@@ -1,16 +1,17 @@
 """Launches and GPU time of the metadata builds, read from a profiler trace.
 
 A trace is what ``torch.profiler`` exports: ``{"traceEvents": [...]}`` with times
-in us. A build is a CPU range named by ``mark(path)``; the next build's start ends
-its step.
+in us. A build is a CPU range named by ``mark(path)``, the launch of the forward
+graph that follows it one named ``FORWARD``; the next build's start ends the step.
+GPU work belongs to the range in which it was launched.
 """
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 # The calls that put work on the GPU, by the runtime's and the driver's names.
 _LAUNCHES = (
@@ -28,6 +29,12 @@ _LAUNCHES = (
 _CALLS = ("cuda_runtime", "cuda_driver")
 _WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _PREFIX = "attention metadata: "
+FORWARD = "forward graph"
+# FlashMLA's planner, as C++ names it.
+_PLANNER = "get_mla_metadata_kernel"
+# Work at the head of a forward graph that tells where the forward begins; a
+# single piece might be a fill or a copy, as a metadata build has them too.
+HEAD = 3
 
 
 def mark(path: str) -> str:
@@ -37,66 +44,161 @@ def mark(path: str) -> str:
 
 @dataclass(frozen=True)
 class Cost:
-    """Medians over the builds of one path (units as in ``records.Record``)."""
+    """Medians over the steps of one path (units as in ``records.Record``).
+
+    ``head`` names the first work of its forward graphs, metadata included.
+    """
 
     builds: int
     launch_calls: float
     step_launch_calls: float
     device_us: float
+    planner_launches: float | None
+    gpu_metadata_us: float | None
+    head: tuple[str, ...]
 
 
-def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of ``spans``."""
+class _Work(NamedTuple):
+    start: float
+    end: float
+    name: str
+
+
+class _Step(NamedTuple):
+    """One build, and what followed of its step, where the trace has it."""
+
+    launch_calls: int
+    step_launch_calls: int | None
+    # By start.
+    build: list[_Work]
+    forward: list[_Work]
+
+
+def _covered(works: Iterable[_Work]) -> float:
+    """Length of the union of the spans of ``works``."""
     total, end = 0.0, float("-inf")
-    for start, stop in sorted(spans):
+    for start, stop, _ in sorted(works):
         total += max(0.0, stop - max(start, end))
         end = max(end, stop)
     return total
 
 
-def costs(trace: dict[str, Any]) -> dict[str, Cost]:
-    """What a build costs, by path.
+class _Launches:
+    """The launches of a trace and the GPU work of each, by time."""
 
-    The last build of a trace has no step; it counts for the rest.
-    """
-    ranges: list[tuple[float, float, str]] = []
-    # One launch may show as a runtime call and the driver call within: they
-    # share a correlation id.
-    launched: dict[int, float] = {}
-    work: dict[int, list[tuple[float, float]]] = defaultdict(list)
-    for event in trace["traceEvents"]:
-        category, name = event.get("cat"), event.get("name", "")
-        if category == "user_annotation" and name.startswith(_PREFIX):
-            start = float(event["ts"])
-            ranges.append((start, start + event["dur"], name.removeprefix(_PREFIX)))
-        elif category in _CALLS and name.startswith(_LAUNCHES):
-            correlation, at = event["args"]["correlation"], float(event["ts"])
-            launched[correlation] = min(at, launched.get(correlation, at))
-        elif category in _WORK:
-            start = float(event["ts"])
-            work[event["args"]["correlation"]].append((start, start + event["dur"]))
-    ranges.sort()
-    calls = sorted((at, correlation) for correlation, at in launched.items())
-    times = [at for at, _ in calls]
+    def __init__(self, events: Iterable[dict[str, Any]]) -> None:
+        # One launch may show as a runtime call and the driver call within: they
+        # share a correlation id.
+        launched: dict[int, float] = {}
+        self._work: dict[int, list[_Work]] = defaultdict(list)
+        for event in events:
+            category, name = event.get("cat"), event.get("name", "")
+            if category in _CALLS and name.startswith(_LAUNCHES):
+                correlation, at = event["args"]["correlation"], float(event["ts"])
+                launched[correlation] = min(at, launched.get(correlation, at))
+            elif category in _WORK:
+                start = float(event["ts"])
+                self._work[event["args"]["correlation"]].append(
+                    _Work(start, start + event["dur"], name)
+                )
+        self._calls = sorted((at, id_) for id_, at in launched.items())
+        self._times = [at for at, _ in self._calls]
 
-    found: dict[str, list[tuple[int, int | None, float]]] = defaultdict(list)
-    for index, (start, end, path) in enumerate(ranges):
-        inside = calls[bisect_left(times, start) : bisect_left(times, end)]
-        in_step = None
-        if index + 1 < len(ranges):
-            in_step = bisect_left(times, ranges[index + 1][0]) - bisect_left(
-                times, start
-            )
-        busy = _covered(span for _, correlation in inside for span in work[correlation])
-        found[path].append((len(inside), in_step, busy))
-    return {
-        path: Cost(
-            len(builds),
-            median(calls_inside for calls_inside, _, _ in builds),
-            median(step for _, step, _ in builds if step is not None)
-            if any(step is not None for _, step, _ in builds)
-            else float("nan"),
-            median(busy for _, _, busy in builds),
+    def count(self, start: float, end: float) -> int:
+        return bisect_left(self._times, end) - bisect_left(self._times, start)
+
+    def work(self, start: float, end: float) -> list[_Work]:
+        """What was launched from ``start`` to ``end``, by its own start."""
+        first, last = bisect_left(self._times, start), bisect_left(self._times, end)
+        return sorted(
+            work for _, id_ in self._calls[first:last] for work in self._work[id_]
         )
-        for path, builds in found.items()
-    }
+
+
+def _steps(events: Sequence[dict[str, Any]]) -> dict[str, list[_Step]]:
+    """The steps of each path. The last build of a trace counts as one without
+    an end."""
+    builds: list[tuple[float, float, str]] = []
+    forwards: list[tuple[float, float]] = []
+    for event in events:
+        name = event.get("name", "")
+        if event.get("cat") == "user_annotation":
+            start = float(event["ts"])
+            if name.startswith(_PREFIX):
+                builds.append((start, start + event["dur"], name.removeprefix(_PREFIX)))
+            elif name == FORWARD:
+                forwards.append((start, start + event["dur"]))
+    builds.sort()
+    forwards.sort()
+    launches = _Launches(events)
+    found: dict[str, list[_Step]] = defaultdict(list)
+    for index, (start, end, path) in enumerate(builds):
+        next_start = builds[index + 1][0] if index + 1 < len(builds) else None
+        following = bisect_left(forwards, (end, end))
+        forward: list[_Work] = []
+        if following < len(forwards) and (
+            next_start is None or forwards[following][0] < next_start
+        ):
+            forward = launches.work(*forwards[following])
+        found[path].append(
+            _Step(
+                launches.count(start, end),
+                None if next_start is None else launches.count(start, next_start),
+                launches.work(start, end),
+                forward,
+            )
+        )
+    return found
+
+
+def _begin(forward: Sequence[_Work], head: Sequence[str]) -> int | None:
+    """Where in ``forward`` the work named ``head`` stands, or None."""
+    names = [work.name for work in forward] if head else []
+    for index in range(len(names)):
+        if names[index : index + len(head)] == list(head):
+            return index
+    return None
+
+
+def _metadata(
+    step: _Step, head: Sequence[str] | None
+) -> tuple[list[_Work], float | None]:
+    """The metadata work of a step, and the us from its start to that of the
+    forward's own work, which begins with ``head``, or at once without one."""
+    begin = 0 if head is None else _begin(step.forward, head)
+    if begin is None or begin >= len(step.forward):
+        return step.build, None
+    work = sorted(step.build + list(step.forward[:begin]))
+    if not work:
+        return work, 0.0
+    return work, step.forward[begin].start - work[0].start
+
+
+def costs(
+    trace: dict[str, Any], heads: dict[str, Sequence[str]] | None = None
+) -> dict[str, Cost]:
+    """What a step costs, by path.
+
+    Args:
+        trace: The profiler's.
+        heads: For each path whose forward graphs begin with metadata work: the
+            ``Cost.head`` of a path whose graphs do not; empty if not known.
+    """
+    heads = heads or {}
+    costs = {}
+    for path, steps in _steps(trace["traceEvents"]).items():
+        metadata = [_metadata(step, heads.get(path)) for step in steps]
+        whole = [s.step_launch_calls for s in steps if s.step_launch_calls is not None]
+        forwards = [step.forward for step in steps if step.forward]
+        planners = [sum(_PLANNER in w.name for w in work) for work in forwards]
+        delays = [us for _, us in metadata if us is not None]
+        costs[path] = Cost(
+            builds=len(steps),
+            launch_calls=median(step.launch_calls for step in steps),
+            step_launch_calls=median(whole) if whole else float("nan"),
+            device_us=median(_covered(work) for work, _ in metadata),
+            planner_launches=median(planners) if planners else None,
+            gpu_metadata_us=median(delays) if delays else None,
+            head=tuple(w.name for w in forwards[0][:HEAD]) if forwards else (),
+        )
+    return costs

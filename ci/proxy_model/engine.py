@@ -3,11 +3,18 @@
 from typing import Any
 
 
-def make(model: str, query_len: int, decode_backend: str, **options: Any) -> Any:
+def make(
+    model: str,
+    query_len: int,
+    decode_backend: str,
+    metadata_graphs: str | None = None,
+    **options: Any,
+) -> Any:
     """A ``vllm.LLM`` on the proxy in the folder ``model``.
 
-    Decode steps have ``query_len`` tokens a request, with DSpark above 1. The model
-    runner is within reach only under ``VLLM_ENABLE_V1_MULTIPROCESSING=0``.
+    Decode steps have ``query_len`` tokens a request, with DSpark above 1. Where
+    ``metadata_graphs`` is None, it is the fork's default. The model runner is within
+    reach only under ``VLLM_ENABLE_V1_MULTIPROCESSING=0``.
     """
     from vllm import LLM
 
@@ -17,6 +24,9 @@ def make(model: str, query_len: int, decode_backend: str, **options: Any) -> Any
             "num_speculative_tokens": query_len - 1,
             "enable_adaptive_verification": False,
         }
+    decode = {"decode_backend": decode_backend}
+    if metadata_graphs is not None:
+        decode["metadata_graphs"] = metadata_graphs
     return LLM(
         model=model,
         load_format="dummy",
@@ -25,7 +35,7 @@ def make(model: str, query_len: int, decode_backend: str, **options: Any) -> Any
         max_num_seqs=32,
         limit_mm_per_prompt={"image": 0},
         compilation_config={"cudagraph_mode": "FULL_AND_PIECEWISE"},
-        additional_config={"decode_backend": decode_backend},
+        additional_config=decode,
         seed=0,
         **options,
     )

@@ -12,7 +12,7 @@ import pytest
 from bench import metadata, ported
 from bench.records import Record, aims, percentile, table
 from bench.switch import SETTLE, Switch, prompts
-from bench.trace import costs, mark
+from bench.trace import FORWARD, HEAD, costs, mark
 
 BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench.sh"
 
@@ -29,7 +29,9 @@ def record(**changes) -> Record:
             host_us_p99=60.0,
             launch_calls=1.0,
             step_launch_calls=32.0,
+            planner_launches=3.0,
             device_us=30.0,
+            gpu_metadata_us=40.0,
             step_ms_p50=10.0,
             recordings=7,
             record_seconds=0.1,
@@ -59,6 +61,7 @@ def test_the_records_are_what_readers_expect():
     assert set(written["records"][0]) >= {
         *("proxy", "batch", "query_len", "path", "host_us_p50", "host_us_p99"),
         *("launch_calls", "device_us", "step_ms_p50", "recordings"),
+        *("step_launch_calls", "planner_launches", "gpu_metadata_us"),
         *("record_seconds", "record_mib", "torch", "gpu", "commit"),
     }
 
@@ -67,7 +70,7 @@ def test_the_table_lines_up():
     lines = table([record(), record(**STOCK, host_us_p50=2500.0)]).splitlines()
     assert len(lines) == 3
     assert len({len(line) for line in lines}) == 1
-    assert lines[0].split()[:3] == ["proxy", "batch", "path"]
+    assert lines[0].split()[:4] == ["proxy", "batch", "query_len", "path"]
     assert "2500.00" in lines[2]
     assert lines[2].endswith("-")
 
@@ -75,8 +78,8 @@ def test_the_table_lines_up():
 @pytest.mark.parametrize(
     ("stock_us", "line"),
     [
-        (1000.0, "met: 40 layers, batch 1: recorded build 20.0x below stock (aim 20x)"),
-        (999.0, "not met: 40 layers, batch 1: recorded build 20.0x below stock"),
+        (1000.0, "met: 40 layers, batch 1, query length 1: recorded build 20.0x below"),
+        (999.0, "not met: 40 layers, batch 1, query length 1: recorded build 20.0x"),
     ],
 )
 def test_the_aim_at_batch_one(stock_us, line):
@@ -94,6 +97,38 @@ def test_the_aims_against_upstreams_recordings():
     assert aims([record(**STOCK)]) == []
 
 
+IN_GRAPH = dict(STOCK, path="in_graph", proxy=8, host_us_p50=10.0, gpu_metadata_us=15.0)
+
+
+def test_the_aims_of_the_build_in_the_graph():
+    stock = record(**STOCK, proxy=8, step_ms_p50=4.5)
+    case = "8 layers, batch 1, query length 1: in_graph"
+    assert aims([stock, record(**IN_GRAPH, step_ms_p50=3.0)]) == [
+        f"met: {case} host_us_p50 10.00 us (aim 10 us)",
+        f"met: {case} gpu_metadata_us 15.00 us (aim 15 us)",
+        f"met: {case} planner_launches 3.00 (aim 3)",
+        f"met: {case} step 1.50x faster than stock (aim 1.5x)",
+    ]
+    slow = dict(host_us_p50=11.0, gpu_metadata_us=16.0, planner_launches=4.0)
+    missed = aims([stock, record(**IN_GRAPH | slow, step_ms_p50=3.1)])
+    assert [line.partition(":")[0] for line in missed] == ["not met"] * 4
+
+
+def test_an_unknown_figure_meets_no_aim():
+    lines = aims([record(**IN_GRAPH | {"gpu_metadata_us": None})])
+    assert not [line for line in lines if "gpu_metadata_us" in line]
+    # Deeper proxies and larger batches are bound by the GPU.
+    deep = [record(**IN_GRAPH | {"proxy": 40}), record(**STOCK)]
+    assert not [line for line in aims(deep) if "faster" in line]
+
+
+def test_the_aims_of_two_query_lengths_stay_apart():
+    six = record(query_len=6, host_us_p50=100.0)
+    lines = aims([record(), six, record(**STOCK, host_us_p50=1000.0)])
+    assert len(lines) == 1
+    assert "query length 1: recorded build 20.0x" in lines[0]
+
+
 class Trace:
     """A profiler's trace, event by event."""
 
@@ -106,11 +141,16 @@ class Trace:
         # The GPU's view of the same range is not another build.
         self._add("gpu_user_annotation", mark(path), start, end)
 
-    def launch(self, name: str, at: float, *kernels: tuple[float, float]) -> None:
+    def forward(self, at: float, *kernels: tuple[float, float, str]) -> None:
+        """The launch of the forward graph of a step."""
+        self._add("user_annotation", FORWARD, at, at + 10)
+        self.launch("cudaGraphLaunch", at + 1, *kernels)
+
+    def launch(self, name: str, at: float, *kernels: tuple) -> None:
         self._correlation += 1
         self._add("cuda_runtime", name, at, at + 1)
-        for start, end in kernels:
-            self._add("kernel", "some_kernel", start, end)
+        for start, end, *names in kernels:
+            self._add("kernel", *(names or ["some_kernel"]), start, end)
 
     def nested_driver_call(self, name: str, at: float) -> None:
         self._add("cuda_driver", name, at, at + 1)
@@ -156,6 +196,80 @@ def test_launches_and_gpu_time_of_a_build():
     assert recorded.step_launch_calls == 2
 
 
+PLANNER = "void smxx::decode::get_mla_metadata_kernel<true>(Params)"
+# How a forward graph without metadata begins.
+FORWARD_HEAD = ("fill", "embed", "norm")
+
+
+def a_forward(at: float, *planners: float) -> list[tuple[float, float, str]]:
+    kernels = [
+        (at + 10 * index, at + 10 * index + 5, name)
+        for index, name in enumerate((*FORWARD_HEAD, "attention"))
+    ]
+    return kernels + [(start, start + 11, PLANNER) for start in planners]
+
+
+def test_the_wait_for_the_metadata_and_the_planners():
+    trace = Trace()
+    for begin in (0, 1000):
+        trace.build("recorded", begin + 100, begin + 130)
+        trace.launch("cudaGraphLaunch", begin + 110, (begin + 150, begin + 170))
+        # Between build and forward: part of the wait, and of no range.
+        trace.launch(
+            "cudaLaunchKernel", begin + 135, (begin + 172, begin + 174, PLANNER)
+        )
+        trace.forward(begin + 140, *a_forward(begin + 180, begin + 230, begin + 250))
+        # A draft's graph plans for itself.
+        trace.launch(
+            "cudaGraphLaunch", begin + 160, (begin + 300, begin + 310, PLANNER)
+        )
+    found = costs({"traceEvents": trace.events})["recorded"]
+    assert found.gpu_metadata_us == 30
+    assert found.planner_launches == 2
+    assert found.device_us == 20
+    assert found.head == FORWARD_HEAD
+    assert len(found.head) == HEAD
+
+
+def in_graph_trace(*metadata: tuple[float, float, str]) -> dict:
+    trace = Trace()
+    trace.build("in_graph", 100, 104)
+    trace.forward(110, *metadata, *a_forward(180, 230))
+    return {"traceEvents": trace.events}
+
+
+def test_metadata_at_the_head_of_the_forward():
+    # A fill of the metadata is not the forward's, nor is one that runs beside.
+    trace = in_graph_trace((150, 155, "fill"), (152, 160, "build"), (170, 172, "fill"))
+    found = costs(trace, {"in_graph": FORWARD_HEAD})["in_graph"]
+    assert found.gpu_metadata_us == 30
+    assert found.device_us == 12
+    assert found.launch_calls == 0
+    assert found.planner_launches == 1
+
+
+@pytest.mark.parametrize("head", [(), ("embed", "fill", "norm")])
+def test_a_head_that_is_not_found_gives_no_figure(head):
+    trace = in_graph_trace((150, 155, "build"))
+    found = costs(trace, {"in_graph": head})["in_graph"]
+    assert found.gpu_metadata_us is None
+    assert found.planner_launches == 1
+
+
+def test_a_forward_belongs_to_the_build_before_it():
+    trace = Trace()
+    trace.build("stock", 100, 110)
+    trace.launch("cudaLaunchKernel", 105, (120, 125))
+    # No forward graph: the step after it has one.
+    trace.build("recorded", 200, 210)
+    trace.launch("cudaGraphLaunch", 205, (220, 225))
+    trace.forward(215, *a_forward(230))
+    found = costs({"traceEvents": trace.events})
+    assert found["stock"].gpu_metadata_us is None
+    assert found["stock"].planner_launches is None
+    assert found["recorded"].gpu_metadata_us == 10
+
+
 def test_a_trace_without_builds():
     assert costs({"traceEvents": []}) == {}
 
@@ -189,7 +303,7 @@ def switched():
     class State(RecordedState):
         pass
 
-    switch = Switch(None, query_len=1)
+    switch = Switch(["stock", "recorded"], None, query_len=1)
     switch.install(State, StockState, decode_batch=dict)
     return switch, State()
 
@@ -288,12 +402,100 @@ def test_a_recorded_path_without_a_recording_is_an_error():
         def _build_attn_metadata(self, *inputs, **options):
             return None
 
-    switch = Switch(None, query_len=1)
+    switch = Switch(["recorded"], None, query_len=1)
     switch.install(Unrecorded, StockState, decode_batch=dict)
-    switch.paths = ["recorded"]
     switch.measure(batch=8, turn=1)
     with pytest.raises((RuntimeError, TypeError), match="recorded path"):
         step(Unrecorded())
+
+
+class Manager:
+    """The graph manager's surface that the bench takes hold of."""
+
+    def __init__(self, profiling: bool = False) -> None:
+        self.graphs: dict = {}
+        self._capture_descs = {"PIECEWISE": ["large"], "FULL": ["1", "8"]}
+        self._max_full_descs_to_capture = 2 if profiling else None
+        self.captured: list = []
+
+    def capture(self, state, **options):
+        for mode, shapes in self._capture_descs.items():
+            for shape in shapes:
+                self.captured.append((mode, shape))
+                if mode == "FULL":
+                    assert shape not in self.graphs
+                    by = step(state, for_capture=True)
+                    self.graphs[shape] = f"graph of the {by} build"
+
+    def run_fullgraph(self, shape):
+        return self.graphs[shape]
+
+
+@pytest.fixture
+def make_forwards():
+    def make(*paths):
+        class State(RecordedState):
+            pass
+
+        class OwnManager(Manager):
+            pass
+
+        switch = Switch(paths, None, query_len=1)
+        switch.install(State, StockState, decode_batch=dict)
+        switch.install_forwards(OwnManager, "FULL")
+        return switch, State(), OwnManager
+
+    return make
+
+
+def test_stock_steps_run_upstreams_forward_graphs(make_forwards):
+    switch, state, manager_class = make_forwards("stock", "recorded")
+    manager = manager_class()
+    manager.capture(state)
+    # PIECEWISE graphs are captured once.
+    assert manager.captured == [
+        ("PIECEWISE", "large"),
+        *[("FULL", "1"), ("FULL", "8")] * 2,
+    ]
+    switch.measure(batch=8, turn=2)
+    served = []
+    for _ in range(4):
+        step(state)
+        served.append(manager.run_fullgraph("8"))
+    upstreams, ours = "graph of the stock build", "graph of the recorded build"
+    assert served == [upstreams] * 2 + [ours] * 2
+    # A step that is not measured, after one of stock's.
+    step(state)
+    step(state, batch=7)
+    assert manager.run_fullgraph("8") == ours
+
+
+@pytest.mark.parametrize(
+    ("paths", "profiling"), [(["in_graph"], False), (["stock", "recorded"], True)]
+)
+def test_one_set_of_forward_graphs_where_one_will_do(make_forwards, paths, profiling):
+    _, state, manager_class = make_forwards(*paths)
+    manager = manager_class(profiling)
+    manager.capture(state)
+    assert len(manager.captured) == 3
+    assert list(manager._capture_descs) == ["PIECEWISE", "FULL"]
+
+
+def test_a_capture_that_fails_leaves_the_manager_as_it_was(make_forwards, monkeypatch):
+    switch, state, manager_class = make_forwards("stock", "recorded")
+    monkeypatch.setattr(StockState, "_build_attn_metadata", lambda *_, **__: 1 / 0)
+    manager = manager_class()
+    with pytest.raises(ZeroDivisionError):
+        manager.capture(state)
+    assert list(manager._capture_descs) == ["PIECEWISE", "FULL"]
+    assert not switch.full_graphs.capturing_upstream
+
+
+def test_the_build_in_the_graph_has_an_engine_to_itself(make_forwards):
+    switch, state, _ = make_forwards("in_graph")
+    switch.measure(batch=8, turn=4)
+    assert [step(state) for _ in range(4)] == ["recorded"] * 4
+    assert list(switch.samples) == ["in_graph"]
 
 
 def test_upstreams_class_gets_the_builders(tmp_path):
@@ -340,7 +542,11 @@ def test_without_a_gpu_it_is_one_line():
         (["metadata", "--proxy", "7"], "--proxy 7: choose from [8, 40]"),
         (["metadata", "--batch", "0"], "argument --batch: invalid numbers value: '0'"),
         (["metadata", "--batch", "64"], "the engine serves 32 requests at most"),
-        (["metadata", "--query-len", "9"], "argument --query-len: invalid choice: 9"),
+        (["metadata", "--query-len", "9"], "the proxy drafts 5 tokens at most"),
+        (
+            ["metadata", "--path", "fast"],
+            "argument --path: invalid paths value: 'fast'",
+        ),
         (["metadata", "--steps", "1"], "give 10 --steps and 64 --new-tokens or more"),
     ],
 )
@@ -364,25 +570,43 @@ def test_the_pristine_copy_is_looked_for(tmp_path, monkeypatch):
 
 
 def test_what_is_measured_is_kept(tmp_path, monkeypatch):
-    def engine(options, proxy, folder):
+    def engine(options, proxy, query_len, paths, heads, folder):
         if proxy == 8:
             raise metadata.BenchError("the engine of 8 layers failed")
-        return [record(proxy=proxy)]
+        return [record(proxy=proxy, path=path) for path in paths], {}
 
     monkeypatch.setattr(metadata, "check_machine", lambda: None)
     monkeypatch.setattr(metadata, "run_engine", engine)
     out = tmp_path / "results" / "records.json"
     assert metadata.main(["--out", str(out)]) == 1
-    assert [r["proxy"] for r in json.loads(out.read_text())["records"]] == [40]
+    written = json.loads(out.read_text())["records"]
+    assert [(r["proxy"], r["path"]) for r in written] == [
+        (40, path) for path in ("stock", "recorded", "in_graph")
+    ]
 
 
 def test_json_alone_on_standard_output(monkeypatch, capsys):
     monkeypatch.setattr(metadata, "check_machine", lambda: None)
-    monkeypatch.setattr(
-        metadata, "run_engine", lambda options, proxy, folder: [record(proxy=proxy)]
-    )
-    assert metadata.main(["--json"]) == 0
+    asked = []
+
+    def engine(options, proxy, query_len, paths, heads, folder):
+        asked.append((proxy, query_len, paths, heads))
+        heads = {"1": ["a", "kernel", str(query_len)]}
+        return [record(proxy=proxy, query_len=query_len)], heads
+
+    monkeypatch.setattr(metadata, "run_engine", engine)
+    subset = ["--query-len", "1,6", "--path", "in_graph,recorded", "--proxy", "8"]
+    assert metadata.main(["--json", *subset]) == 0
     written = json.loads(capsys.readouterr().out)["records"]
-    assert [r["proxy"] for r in written] == [40, 8]
+    assert [(r["proxy"], r["query_len"]) for r in written] == [(8, 1)] * 2 + [
+        (8, 6)
+    ] * 2
+    # The second engine knows how the first one's forward graphs begin.
+    assert asked == [
+        (8, 1, ["recorded"], {}),
+        (8, 1, ["in_graph"], {"1": ["a", "kernel", "1"]}),
+        (8, 6, ["recorded"], {}),
+        (8, 6, ["in_graph"], {"1": ["a", "kernel", "6"]}),
+    ]
     assert metadata.main([]) == 0
     assert capsys.readouterr().out.split()[:2] == ["proxy", "batch"]
