@@ -32,12 +32,13 @@ page sizes are equal as well. Among the layers of one type, over groups:
   finds as many if these hold k keys or are all there are. Its tokens are masked
   by the slots of the window group, see above. Scores that are not numbers can
   leave a row shorter in one layer; the output of that row is lost then, and a
-  plan splits every row by itself.
+  plan splits every row by itself. Upstream rests on this too: in the whole model
+  each group has layers of several indexers.
 - page size and width of the compressed caches: those of one ratio must form one
   attention group; the indices of all layers stand in one buffer.
 
 None of this depends on lengths, so what holds for the build of a captured graph
-holds for every step it replays. Everything is asserted on host state of each
+holds for every step it replays. Everything is checked on host state of each
 build; where it does not hold, or cannot be seen, every group keeps its own plans.
 """
 
