@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from upstream_tests import upstream_test
+from upstream_test_file import upstream_test
 
 pytestmark = pytest.mark.gpu
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from decode_steps import Step
 from rig import MAX_MODEL_LEN, Architecture, vllm_config
-from upstream_tests import upstream_test
+from upstream_test_file import upstream_test
 from vllm.config import CUDAGraphMode
 from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.metadata_graphs import (
     AttnMetadataCudaGraphs,
