@@ -76,7 +76,7 @@ def read_manifests(folder):
             )
     if not manifests:
         raise UnbundleError(f"{folder} holds no part of a bundle")
-    for archive in ("packages", "fork"):
+    for archive in ("packages", "upstream", "fork"):
         if archive not in manifests:
             raise UnbundleError(f"no part of the archive '{archive}' is in {folder}")
     return manifests
@@ -101,25 +101,39 @@ def find_parts(folder, manifest):
     return paths
 
 
-def unpack(manifest, paths, prefix, force):
-    """Unpack one archive below ``prefix``, in place of an older one."""
-    stamp = prefix / ".bundle" / f"{manifest['archive']}.json"
+def stamp_of(manifest, prefix):
+    """Where an unpacked archive is noted, with what it holds."""
+    return prefix / ".bundle" / f"{manifest['archive']}.json"
+
+
+def clear(manifest, prefix, force):
+    """Remove an older one of the archive; whether this one is to be unpacked."""
+    stamp = stamp_of(manifest, prefix)
     old = json.loads(stamp.read_text()) if stamp.exists() else {"names": []}
     if old.get("inputs") == manifest["inputs"] and not force:
         say(f"{manifest['archive']}: already unpacked")
-        return
-    started = time.monotonic()
-    say(f"{manifest['archive']}: unpacking {manifest['files']} files")
+        return False
     # Without its stamp an interrupted unpack is done again.
     stamp.unlink(missing_ok=True)
+    for name in old["names"]:
+        (prefix / name).unlink(missing_ok=True)
+    return True
+
+
+def unpack(manifest, paths, prefix):
+    """Unpack one archive below ``prefix``."""
+    started = time.monotonic()
+    say(f"{manifest['archive']}: unpacking {manifest['files']} files")
+    # The archive has no times. Bytecode is known to be stale by its source's time.
+    now = time.time()
     names = []
     whole = io.BufferedReader(Parts(paths), 1 << 20)
     with tarfile.open(fileobj=whole, mode="r|xz") as tar:
         for member in tar:
+            member.mtime = now
             tar.extract(member, prefix, filter="data")
             names.append(member.name)
-    for name in set(old["names"]) - set(names):
-        (prefix / name).unlink(missing_ok=True)
+    stamp = stamp_of(manifest, prefix)
     stamp.parent.mkdir(parents=True, exist_ok=True)
     stamp.write_text(json.dumps({"inputs": manifest["inputs"], "names": names}))
     say(f"{manifest['archive']}: {time.monotonic() - started:.0f} s")
@@ -156,13 +170,15 @@ def main():
         raise UnbundleError(f"--parts {options.parts}: there is no such folder")
     prefix = options.prefix.absolute()
     manifests = read_manifests(options.parts)
-    wanted = manifests["packages"]["python"]
+    python = manifests["packages"]["python"]
     here = ".".join(platform.python_version_tuple()[:2])
-    if wanted != here:
-        raise UnbundleError(f"the bundle is for Python {wanted}, this is {here}")
+    if python != here:
+        raise UnbundleError(f"the bundle is for Python {python}, this is {here}")
     checked = [(m, find_parts(options.parts, m)) for m in manifests.values()]
-    for manifest, paths in checked:
-        unpack(manifest, paths, prefix, options.force)
+    # All older ones first: a file may have moved from one archive to another.
+    wanted = [(m, paths) for m, paths in checked if clear(m, prefix, options.force)]
+    for manifest, paths in wanted:
+        unpack(manifest, paths, prefix)
     print("\n".join(environment(prefix)))
 
 

@@ -1,10 +1,11 @@
 """``scripts/bundle.sh``: pack the fork for a GPU machine without a network.
 
-Two archives come out. ``packages`` holds what changes rarely: the Python
+Three archives come out. ``packages`` holds what changes rarely: the Python
 packages that the machine lacks, the compiled extensions and the vendored trees.
-``fork`` holds what changes daily: the fork's Python, pristine copies of the
-upstream files it replaces, and upstream's tests. An archive whose contents have
-not changed is kept as it lies.
+``upstream`` holds upstream's tests, what only they import, and pristine copies of
+the upstream files that the fork replaces or patches. ``fork`` holds what changes
+daily: the fork's Python. An archive whose contents have not changed is kept as it
+lies.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,29 +107,37 @@ def find_sdist(given: Path | None, base: dict[str, Any]) -> Path:
 
 
 def gather_packages(
-    options: argparse.Namespace, project: fork.Project, scratch: Path
+    options: argparse.Namespace,
+    scratch: Path,
+    folder: str,
+    requirements: Collection[str],
+    carried: Collection[str] = (),
 ) -> tuple[dict[str, Path], list[str]]:
-    """The files of the packages to carry, and their pins."""
+    """The files of the packages to carry in ``folder``, and their pins.
+
+    ``carried`` are the pins of another folder, which need no second place.
+    """
     skip = patterns.read(HERE / "skip.txt")
-    unknown = {packages.canonical(n) for n in options.carry} - {
-        packages.canonical(n) for n in skip
-    }
+    asked = {packages.canonical(n) for n in options.carry}
+    unknown = asked - {packages.canonical(n) for n in skip}
     if unknown:
         raise BundleError(
             f"--with {min(unknown)}: ci/bundle/skip.txt leaves out no such package"
         )
-    carried = {packages.canonical(n) for n in options.carry}
-    skip = [n for n in skip if packages.canonical(n) not in carried]
+    skip = [n for n in skip if packages.canonical(n) not in asked]
     target = packages.Target(options.python_version, options.python_platform)
     uv = packages.find_uv(cache_folder())
-    say("resolving the packages")
+    say(f"resolving the packages of {folder}/")
     have = packages.read_have(options.have)
-    pins = packages.resolve(uv, project.dependencies, have, skip, target, scratch)
-    say(f"fetching {len(pins)} packages")
-    site = scratch / "site"
-    packages.unpack(uv, pins, target, site)
+    pins = packages.resolve(uv, requirements, have, skip, target, scratch)
+    names = {pin.split("==")[0] for pin in carried}
+    pins = [pin for pin in pins if pin.split("==")[0] not in names]
+    site = scratch / folder
+    if pins:
+        say(f"fetching {len(pins)} packages")
+        packages.unpack(uv, pins, target, site)
     files = {
-        f"site/{path.relative_to(site).as_posix()}": path
+        f"{folder}/{path.relative_to(site).as_posix()}": path
         for path in site.rglob("*")
         if path.is_file()
     }
@@ -162,16 +171,18 @@ def gather_fork(
 
 
 def gather_upstream(options: argparse.Namespace, scratch: Path) -> dict[str, Path]:
-    """Upstream's originals of the files the fork replaces, and upstream's tests."""
+    """Upstream's originals of the files the fork changes, and upstream's tests."""
     with (REPOSITORY / "upstream.toml").open("rb") as file:
         base = tomllib.load(file)
     sdist = find_sdist(options.sdist, base)
+    changed = {
+        *base.get("touches", ()),
+        *(it["path"] for it in base.get("replaces", ())),
+    }
+    package = [path for path in changed if path.startswith("vllm/")]
     files = {}
-    for top, wanted in (
-        ("base", [entry["path"] for entry in base.get("replaces", ())]),
-        ("upstream", patterns.read(HERE / "upstream_tests.txt")),
-    ):
-        folder = scratch / top
+    for top, wanted in (("base", package), ("upstream", ["tests"])):
+        folder = scratch / f"{top}-files"
         missing = fork.from_sdist(sdist, wanted, folder)
         if missing:
             raise BundleError(f"{sdist.name} holds no {min(missing)}")
@@ -263,37 +274,45 @@ def bundle(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="bundle-", dir=options.out) as folder:
         scratch = Path(folder)
         slow, daily = gather_fork(options, project, scratch)
-        daily |= gather_upstream(options, scratch)
-        carried, pins = gather_packages(options, project, scratch)
+        upstream = gather_upstream(options, scratch)
+        carried, pins = gather_packages(options, scratch, "site", project.dependencies)
+        more, test_pins = gather_packages(
+            options,
+            scratch,
+            "upstream",
+            patterns.read(HERE / "test_packages.txt"),
+            pins,
+        )
+        upstream |= more
         trim = patterns.read(HERE / "trim.txt")
         if options.flash_attention:
             trim = [
                 pattern for pattern in trim if not pattern.startswith(FLASH_ATTENTION)
             ]
-        slow = {
-            name: path
-            for name, path in {**slow, **carried}.items()
-            if not patterns.matches(name, trim)
-        }
-        daily = {n: p for n, p in daily.items() if not patterns.matches(n, trim)}
+
+        def trimmed(files: dict[str, Path]) -> dict[str, Path]:
+            return {n: p for n, p in files.items() if not patterns.matches(n, trim)}
+
         target = {
             "python": options.python_version,
             "platform": options.python_platform,
         }
-        about = {**target, "packages": pins}
-        first = pack("packages", slow, options, 1, options.split, about)
-        about = {
-            **target,
-            "version": project.version,
-            "stack": fork.stack_digest(options.tree),
-        }
-        after = len(first["parts"]) + 1
-        second = pack("fork", daily, options, after, None, about)
-    drop_stale(options.out, [first, second])
+        manifests: list[dict[str, Any]] = []
+        for name, files, parts, about in (
+            ("packages", slow | carried, options.split, {"packages": pins}),
+            ("upstream", upstream, None, {"packages": test_pins}),
+            ("fork", daily, None, {
+                "version": project.version, "stack": fork.stack_digest(options.tree)
+            }),
+        ):  # fmt: skip
+            first = 1 + sum(len(it["parts"]) for it in manifests)
+            about = {**target, **about}
+            manifests.append(pack(name, trimmed(files), options, first, parts, about))
+    drop_stale(options.out, manifests)
+    listed = [part for it in manifests for part in it["parts"]]
     script = REPOSITORY / "scripts" / "unbundle.sh"
-    last = options.out / second["parts"][-1]["folder"]
-    shutil.copy(script, last / script.name)
-    for part in [*first["parts"], *second["parts"]]:
+    shutil.copy(script, options.out / listed[-1]["folder"] / script.name)
+    for part in listed:
         print(f"{part['folder']}/{part['name']}  {part['bytes'] / archive.MIB:.1f} MiB")
     say(f"{options.out}: send the parts, then run unbundle.sh there")
 

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import tarfile
+import time
 from pathlib import Path
 
 import bundle.__main__ as command
@@ -21,15 +22,20 @@ HERE = ".".join(platform.python_version_tuple()[:2])
 
 FAKE_UV = """#!/bin/sh
 # `uv pip compile` and `uv pip install`, without a network.
+for requirements; do :; done
 case $2 in
 compile)
     while [ "$1" != -o ]; do shift; done
-    printf 'have-it==1\\nlack-it==2.0 ; python_version > "3"\\n' > "$2" ;;
+    printf 'have-it==1\\nlack-it==2.0 ; python_version > "3"\\n' > "$2"
+    if grep -q test-it "$requirements"; then echo test-it==2.1 >> "$2"; fi ;;
 install)
     while [ "$1" != --target ]; do shift; done
-    mkdir -p "$2/lack_it" "$2/bin"
-    echo 'VALUE = 2' > "$2/lack_it/__init__.py"
-    echo '#!/elsewhere' > "$2/bin/tool" ;;
+    mkdir -p "$2/bin"
+    echo '#!/elsewhere' > "$2/bin/tool"
+    tr - _ < "$requirements" | while IFS== read -r name rest; do
+        mkdir "$2/$name"
+        echo "VALUE = ${rest#=}" > "$2/$name/__init__.py"
+    done ;;
 esac
 """
 
@@ -56,6 +62,8 @@ def stack(tmp_path, monkeypatch) -> Path:
         {
             "upstream.toml": '[base]\nversion = "1"\n'
             'sdist = { file = "vllm-1.tar.gz", sha256 = "" }\n'
+            '[touches]\n"vllm/patched.py" = ""\n'
+            '[[replaces]]\npath = "pyproject.toml"\nsha256 = ""\nwhy = ""\n'
             '[[replaces]]\npath = "vllm/ours.py"\nsha256 = ""\nwhy = ""\n',
             "scripts/unbundle.sh": UNBUNDLE.read_text(),
             "vllm/pyproject.toml": pyproject,
@@ -74,7 +82,12 @@ def stack(tmp_path, monkeypatch) -> Path:
     )
     sdist = tmp_path / "vllm-1.tar.gz"
     with tarfile.open(sdist, "w:gz") as tar:
-        for name in ("vllm/ours.py", "vllm/other.py", "tests/v1/test_a.py"):
+        for name in (
+            "vllm/ours.py",
+            "vllm/patched.py",
+            "vllm/other.py",
+            "tests/test_a.py",
+        ):
             info = tarfile.TarInfo(f"vllm-1/{name}")
             text = f"upstream's {name}".encode()
             info.size = len(text)
@@ -84,7 +97,7 @@ def stack(tmp_path, monkeypatch) -> Path:
     write_files(
         lists,
         {name: (real / name).read_text() for name in ("skip.txt", "trim.txt")}
-        | {"upstream_tests.txt": "tests/v1 # small\n"},
+        | {"test_packages.txt": "have-it\ntest-it # needed\n"},
     )
     (lists / "standin").symlink_to(real / "standin")
     uv = tmp_path / "bin" / "uv"
@@ -132,9 +145,11 @@ def test_round_trip(stack):
     assert bundle(stack, "--split", "3") == 0
     parts = manifest(stack, "packages")["parts"]
     assert [part["folder"] for part in parts] == ["part1", "part2", "part3"]
+    assert manifest(stack, "upstream")["parts"][0]["folder"] == "part4"
+    assert manifest(stack, "upstream")["packages"] == ["test-it==2.1"]
     assert manifest(stack, "packages")["packages"] == ["lack-it==2.0"]
     assert manifest(stack, "fork")["stack"] == "abc"
-    assert manifest(stack, "fork")["parts"][0]["folder"] == "part4"
+    assert manifest(stack, "fork")["parts"][0]["folder"] == "part5"
     assert (stack / "out" / ".gitignore").read_text() == "*\n"
 
     done = unbundle(stack)
@@ -142,8 +157,11 @@ def test_round_trip(stack):
     got = tree_of(stack / "a prefix")
     assert got["fork/vllm/ours.py"] == b"WHO = 'us'\n"
     assert got["base/vllm/ours.py"] == b"upstream's vllm/ours.py"
-    assert got["upstream/tests/v1/test_a.py"] == b"upstream's tests/v1/test_a.py"
-    assert got["site/lack_it/__init__.py"] == b"VALUE = 2\n"
+    assert got["base/vllm/patched.py"] == b"upstream's vllm/patched.py"
+    assert got["upstream/tests/test_a.py"] == b"upstream's tests/test_a.py"
+    assert got["upstream/test_it/__init__.py"] == b"VALUE = 2.1\n"
+    assert got["site/lack_it/__init__.py"] == b"VALUE = 2.0\n"
+    assert not [name for name in got if "upstream/lack_it" in name]
     assert got["fork/vllm/_C.abi3.so"] == (stack / "vllm/vllm/_C.abi3.so").read_bytes()
     assert "base/vllm/other.py" not in got
     assert not [name for name in got if "__pycache__" in name or "/bin/" in name]
@@ -158,7 +176,7 @@ def test_the_environment_makes_it_the_one_imported(stack):
         'print(vllm.ours.WHO, lack_it.VALUE, m.version("vllm"), *points.names)\''
     )
     done = subprocess.run(["bash", "-ec", script], capture_output=True, text=True)
-    assert done.stdout == "us 2 1.0+x.2 one\n", done.stderr
+    assert done.stdout == "us 2.0 1.0+x.2 one\n", done.stderr
 
 
 def test_the_stand_in_takes_imports_and_refuses_calls(stack):
@@ -200,13 +218,14 @@ def test_the_same_again_is_kept(stack, capsys):
 def test_a_change_of_the_fork_sends_one_part(stack):
     bundle(stack, "--split", "2")
     unbundle(stack)
-    kept = {p: p.read_bytes() for p in stack.glob("out/part[12]/*.tar.xz.*")}
+    kept = {p: p.read_bytes() for p in stack.glob("out/part[123]/*.tar.xz.*")}
     write_files(stack, {"vllm/vllm/new.py": "NEW = 1\n"})
     (stack / "vllm/vllm/ours.py").unlink()
     bundle(stack, "--split", "2")
     assert kept == {p: p.read_bytes() for p in kept}
     done = unbundle(stack)
     assert "packages: already unpacked" in done.stderr
+    assert "upstream: already unpacked" in done.stderr
     got = tree_of(stack / "a prefix")
     assert "fork/vllm/new.py" in got
     assert "fork/vllm/ours.py" not in got
@@ -216,7 +235,7 @@ def test_fewer_parts_than_before_leave_none_behind(stack):
     bundle(stack, "--split", "3")
     bundle(stack, "--split", "1")
     folders = sorted(p.name for p in (stack / "out").glob("part*"))
-    assert folders == ["part1", "part2"]
+    assert folders == ["part1", "part2", "part3"]
     assert unbundle(stack).returncode == 0
 
 
@@ -246,11 +265,46 @@ def test_a_damaged_part(stack):
 
 def test_a_missing_archive(stack):
     bundle(stack)
-    for path in (stack / "out/part2").iterdir():
-        path.unlink()
-    assert unbundle(stack).stderr == (
-        f"unbundle.sh: no part of the archive 'fork' is in {stack}/out\n"
+    for part, archive in ((3, "fork"), (2, "upstream")):
+        for path in (stack / f"out/part{part}").iterdir():
+            path.unlink()
+        assert unbundle(stack).stderr == (
+            f"unbundle.sh: no part of the archive '{archive}' is in {stack}/out\n"
+        )
+
+
+def test_a_file_may_move_to_another_archive(stack):
+    bundle(stack)
+    unbundle(stack)
+    # As an earlier fork archive had it, which comes after this one.
+    stamp = stack / "a prefix/.bundle/fork.json"
+    old = json.loads(stamp.read_text())
+    names = [*old["names"], "upstream/tests/test_a.py"]
+    stamp.write_text(json.dumps({"inputs": "older", "names": names}))
+    (stack / "a prefix/.bundle/upstream.json").unlink()
+    assert unbundle(stack).returncode == 0
+    assert (stack / "a prefix/upstream/tests/test_a.py").exists()
+
+
+def test_bytecode_of_an_older_fork_is_not_used(stack):
+    script = (
+        f'eval "$({UNBUNDLE} --parts {str(stack / "out")!r} '
+        f'--prefix {str(stack / "a prefix")!r})"\n'
+        f"{sys.executable} -c 'import vllm.ours; print(vllm.ours.WHO)'"
     )
+    said = []
+    for who in ("us", "we"):
+        write_files(stack, {"vllm/vllm/ours.py": f"WHO = '{who}'\n"})
+        bundle(stack)
+        env = {**os.environ, "PYTHON": sys.executable, "PYTHONDONTWRITEBYTECODE": ""}
+        done = subprocess.run(
+            ["bash", "-ec", script], capture_output=True, text=True, env=env
+        )
+        said.append(done.stdout)
+        if who == "us":
+            assert list(stack.glob("a prefix/fork/vllm/__pycache__/ours.*.pyc"))
+            time.sleep(1)
+    assert said == ["us\n", "we\n"]
 
 
 def test_parts_of_two_bundles(stack):
@@ -361,7 +415,7 @@ def test_the_example_list_can_be_read():
     assert have["aiohttp"] is None
 
 
-@pytest.mark.parametrize("name", ["skip.txt", "trim.txt", "upstream_tests.txt"])
+@pytest.mark.parametrize("name", ["skip.txt", "trim.txt", "test_packages.txt"])
 def test_every_entry_has_a_reason(name):
     path = ROOT / "ci" / "bundle" / name
     assert patterns.read(path)
