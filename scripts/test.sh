@@ -86,7 +86,7 @@ run_pytest() {
 run_upstream() {
     local python=$1
     shift
-    PYTHONPATH=$root/ci:$root/scripts "$python" -m upstream_tests "$@"
+    PYTHONPATH=$root/ci:$root/scripts${PYTHONPATH:+:$PYTHONPATH} "$python" -m upstream_tests "$@"
 }
 
 case ${1:-} in
@@ -110,7 +110,8 @@ if [[ $part == gpu ]]; then
     exec "${PYTHON:-python3}" -m pytest -m gpu tests/gpu "$@"
 fi
 if [[ $part == upstream && " $* " == *" --gpu "* ]]; then
-    "$root/scripts/apply.sh" >&2
+    # Where a bundle was unpacked the fork lies in it.
+    [[ -n ${VLLM_BUNDLE:-} ]] || "$root/scripts/apply.sh" >&2
     run_upstream "${PYTHON:-python3}" "$@"
     exit
 fi

@@ -10,23 +10,24 @@ import importlib.metadata
 import json
 import os
 import platform
+import signal
+import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from patchstack import fetch, source, stack
-from patchstack.archive import Wheel
+from patchstack import fetch, stack
 from patchstack.errors import StackError, count
-from patchstack.progress import note
 from patchstack.stack import Stack
 
-from . import guards
+from . import guards, trees
 from .session import HERE, Runner, Session
 
 REPO = HERE.parents[1]
+GPU_WORKERS = 8
+"""Files at a time: starting up takes most of them longer than their tests."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,7 +42,28 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--fresh", action="store_true", help="run the base again, whatever is cached"
     )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="keep the logs, every test's outcome and the result (result.json) here",
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="processes at a time (default: one a core, 8 on a GPU)",
+    )
+    parser.add_argument(
+        "--file-seconds",
+        type=float,
+        default=120,
+        metavar="S",
+        help="with --gpu: stop a test file after S seconds (default: 120)",
+    )
     options = parser.parse_args(argv)
+    if (options.workers or 1) < 1 or options.file_seconds <= 0:
+        parser.error("--workers and --file-seconds: give more than 0")
     try:
         return run(options)
     except StackError as fault:
@@ -55,41 +77,86 @@ def main(argv: Sequence[str]) -> int:
 
 def run(options: argparse.Namespace) -> int:
     loaded = stack.load(REPO)
+    bundle = trees.bundle()
+    fork_tree = trees.fork(loaded, bundle)
     name = "gpu" if options.gpu else "cpu"
     listed = guards.load(REPO / "tests" / "upstream" / f"{name}.toml")
-    gone = guards.missing(listed, loaded.places.tree)
+    gone = guards.missing(listed, fork_tree.tests)
     if gone:
+        again = "pack the bundle again" if bundle else "run scripts/apply.sh"
         raise StackError(
-            f"tests/upstream/{name}.toml lists {gone[0]}, which is not in vllm/: run "
-            "scripts/apply.sh, or take it off the list"
+            f"tests/upstream/{name}.toml lists {gone[0]}, which is not in "
+            f"{fork_tree.tests.name}/: {again}, or take it off the list"
         )
     paths = [guard.path for guard in listed]
-    # Tests that share a GPU would run out of its memory.
-    runner = Runner(options.gpu, 1 if options.gpu else os.cpu_count() or 1)
-    folder = fetch.cache_folder() / "upstream-tests"
-    folder.mkdir(parents=True, exist_ok=True)
-    cached = folder / f"base-{name}-{key(loaded, paths)[:16]}.json"
+    workers = options.workers or (GPU_WORKERS if options.gpu else os.cpu_count() or 1)
+    runner = Runner(options.gpu, workers, options.file_seconds)
+    cache = fetch.cache_folder() / "upstream-tests"
+    out = options.out or cache
+    for folder in (cache, out):
+        folder.mkdir(parents=True, exist_ok=True)
+    cached = cache / f"base-{name}-{key(loaded, runner, paths)[:16]}.json"
     base = None if options.fresh else read(cached)
     from_cache = base is not None
     if base is None:
-        base = run_base(loaded, runner, paths, folder)
-        cached.write_text(json.dumps(asdict(base)) + "\n")
+        with trees.base(loaded, bundle, cache) as tree:
+            base = runner.run("base", tree, paths, out / "base.log")
+        write(cached, asdict(base))
+    write(out / "base.json", asdict(base))
     if "passed" not in base.counts():
         raise StackError(
-            f"no test passes on the base: see {folder / 'base.log'}; the list guards "
+            f"no test passes on the base: see {out / 'base.log'}; the list guards "
             "nothing here"
         )
-    log = folder / "fork.log"
-    fork = runner.run("fork", loaded.places.tree, paths, log)
-    lost = compare(base.outcomes, fork.outcomes)
+    log = out / "fork.log"
+    fork = runner.run("fork", fork_tree, paths, log)
+    write(out / "fork.json", asdict(fork))
+    lost = compare(base, fork)
+    facts = {
+        "list": name,
+        "machine": machine(),
+        "stack": trees.identity_of(fork_tree),
+        "base": {"cached": from_cache, **_facts(base)},
+        "fork": _facts(fork),
+        "idle": idle(listed, base),
+        "lost": [{"test": test, "fork": how} for test, how in lost.items()],
+        "log": str(log),
+    }
+    write(out / "result.json", facts)
     if options.json:
-        print(json.dumps(_facts(name, base, from_cache, fork, lost, log), indent=1))
+        print(json.dumps(facts, indent=1))
     else:
         print("\n".join(_words(listed, base, from_cache, fork, lost, log)))
     return 1 if lost else 0
 
 
-def key(loaded: Stack, paths: Sequence[str]) -> str:
+def write(place: Path, value: object) -> None:
+    place.write_text(json.dumps(value, indent=1) + "\n")
+
+
+def machine() -> dict[str, str | None]:
+    """What the tests ran on: GPU, Python and the versions that decide."""
+
+    def version(package: str) -> str | None:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        gpus = subprocess.run(query, capture_output=True, text=True).stdout.split("\n")
+    except FileNotFoundError:
+        gpus = []
+    return {
+        "gpu": ", ".join(filter(None, gpus)) or None,
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "triton": version("triton"),
+    }
+
+
+def key(loaded: Stack, runner: Runner, paths: Sequence[str]) -> str:
     """What the base's outcomes depend on: the release, the list, what runs it."""
     base = loaded.base
     packages = sorted(
@@ -97,7 +164,8 @@ def key(loaded: Stack, paths: Sequence[str]) -> str:
         for it in importlib.metadata.distributions()
         if it.name != "vllm"
     )
-    runs = [(HERE / name).read_text() for name in ("recorder.py", "session.py")]
+    ours = sorted([*HERE.glob("*.py"), *HERE.glob("models/**/*.json")])
+    runs = [f"{runner.file_s:g}", *(place.read_text() for place in ours)]
     wheel = base.wheel(platform.machine()).sha256
     facts = [base.sdist.sha256, wheel, sys.version, *paths, *packages, *runs]
     return hashlib.sha256("\0".join(facts).encode()).hexdigest()
@@ -111,26 +179,18 @@ def read(place: Path) -> Session | None:
         return None
 
 
-def run_base(
-    loaded: Stack, runner: Runner, paths: Sequence[str], folder: Path
-) -> Session:
-    """Run the tests on the release as it is, in a scratch copy."""
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".base-") as temporary:
-        tree = Path(temporary) / "vllm"
-        base = loaded.base
-        note(f"unpacking vLLM {base.version}")
-        source.resolve(None, base, offline=False).lay(tree, base)
-        wheel = fetch.fetch(base.wheel(platform.machine()), base.version, offline=False)
-        Wheel(wheel).unpack(tree, lambda path: not (tree / path).exists())
-        return runner.run("base", tree, paths, folder / "base.log")
+def compare(base: Session, fork: Session) -> dict[str, str]:
+    """Tests that pass on the base only -> what they do on the fork.
 
-
-def compare(base: Mapping[str, str], fork: Mapping[str, str]) -> dict[str, str]:
-    """Tests that pass on the base only -> what they do on the fork."""
+    Where a file's process was cut short on both, how far it came is no one's fault.
+    """
+    both_cut = base.cut.keys() & fork.cut.keys()
     return {
-        test: fork.get(test, "did not run")
-        for test, outcome in base.items()
-        if outcome == "passed" and fork.get(test) != "passed"
+        test: fork.outcomes.get(test, "did not run")
+        for test, outcome in base.outcomes.items()
+        if outcome == "passed"
+        and fork.outcomes.get(test) != "passed"
+        and (test in fork.outcomes or test.partition("::")[0] not in both_cut)
     }
 
 
@@ -140,23 +200,9 @@ def idle(listed: Sequence[guards.Guard], base: Session) -> list[str]:
     return [it.path for it in listed if not any(t.startswith(it.path) for t in passed)]
 
 
-def _facts(
-    name: str,
-    base: Session,
-    from_cache: bool,
-    fork: Session,
-    lost: Mapping[str, str],
-    log: Path,
-) -> dict[str, Any]:
-    return {
-        "list": name,
-        "base": {
-            "cached": from_cache, "seconds": round(base.seconds, 1), **base.counts()
-        },
-        "fork": {"seconds": round(fork.seconds, 1), **fork.counts()},
-        "lost": [{"test": test, "fork": how} for test, how in lost.items()],
-        "log": str(log),
-    }  # fmt: skip
+def _facts(session: Session) -> dict[str, Any]:
+    facts = {"seconds": round(session.seconds, 1), **session.counts()}
+    return facts | {"cut": dict(session.cut)}
 
 
 def _words(
@@ -175,6 +221,9 @@ def _words(
         f"base  {line(base)} ({whence})",
         f"fork  {line(fork)} ({fork.seconds:.0f} s)",
     ]
+    for which, session in (("base", base), ("fork", fork)):
+        for path, how in session.cut.items():
+            lines.append(f"cut   {path}: {how} on the {which}")
     for path in idle(listed, base):
         lines.append(f"idle  {path}: no test of it passes on the base")
     for test, how in lost.items():
@@ -185,4 +234,6 @@ def _words(
 
 
 if __name__ == "__main__":
+    # As an interrupt does: the tests' processes end, and their logs are kept.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main(sys.argv[1:]))

@@ -37,10 +37,15 @@ class _Recorder:
     def _write(self, test: str, when: str | None, outcome: str) -> None:
         self._out.write(json.dumps([test, when, outcome]) + "\n")
 
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        # So that a test whose process dies is known by its name.
+        self._write(nodeid, "start", "unfinished")
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         outcome = "xfailed" if hasattr(report, "wasxfail") else report.outcome
         self._write(report.nodeid, report.when, outcome)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed:
-            self._write(report.nodeid, "collect", "failed")
+        # A file may skip itself as a whole.
+        if not report.passed:
+            self._write(report.nodeid, "collect", report.outcome)

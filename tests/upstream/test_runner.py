@@ -1,14 +1,24 @@
 """Upstream's tests on two trees: what is recorded, compared and reported."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from patchstack.base import Pin
 from patchstack.errors import StackError
+from patchstack.stack import sha256
 from upstream_tests import __main__ as command
-from upstream_tests import guards
-from upstream_tests.session import Runner, fold
+from upstream_tests import guards, processes, trees
+from upstream_tests.processes import Job
+from upstream_tests.session import Runner, Session, fold
+from upstream_tests.trees import Tree
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -54,7 +64,13 @@ def make_tree(folder, width):
 
 def run(tree, tmp_path, *paths, workers=1):
     return Runner(gpu=False, workers=workers).run(
-        "fork", tree, paths or ["tests/test_a.py"], tmp_path / "log"
+        "fork", Tree(tree, tree), paths or ["tests/test_a.py"], tmp_path / "log"
+    )
+
+
+def run_files(tree, tmp_path, *paths, file_s=60.0):
+    return Runner(gpu=True, workers=2, file_s=file_s).run(
+        "fork", Tree(tree, tree), paths, tmp_path / "log"
     )
 
 
@@ -93,8 +109,110 @@ def test_another_vllm_than_the_trees_is_refused(tmp_path):
 
 def test_a_session_that_cannot_run_is_an_error(tmp_path):
     tree = make_tree(tmp_path / "tree", 8)
-    with pytest.raises(StackError, match="file or directory not found: tests/missing"):
+    with pytest.raises(
+        StackError, match=r"file or directory not found: .*tests/missing"
+    ):
         run(tree, tmp_path, "tests/missing.py")
+
+
+def test_a_file_that_dies_takes_no_other_with_it(tmp_path):
+    tree = make_tree(tmp_path / "tree", 8)
+    (tree / "tests" / "test_b.py").write_text(
+        "import os\n\ndef test_before(): pass\n\n"
+        "def test_dies(): os.kill(os.getpid(), 9)\n\ndef test_after(): pass\n"
+    )
+    session = run_files(tree, tmp_path, "tests")
+    assert session.cut == {"tests/test_b.py": "ended by signal 9"}
+    outcomes = session.outcomes
+    assert outcomes["tests/test_b.py::test_before"] == "passed"
+    assert outcomes["tests/test_b.py::test_dies"] == "unfinished"
+    assert "tests/test_b.py::test_after" not in outcomes
+    assert outcomes["tests/test_a.py::test_same"] == "passed"
+
+
+def test_a_file_that_hangs_is_stopped_with_its_children(tmp_path):
+    tree = make_tree(tmp_path / "tree", 8)
+    child = tmp_path / "child"
+    (tree / "tests" / "test_b.py").write_text(
+        "import subprocess, pathlib, signal, time\n\n"
+        "def test_hangs():\n"
+        # As a kernel that never ends: no alarm of pytest's gets through.
+        "    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})\n"
+        "    child = subprocess.Popen(['sleep', '600'])\n"
+        f"    pathlib.Path({str(child)!r}).write_text(str(child.pid))\n"
+        "    time.sleep(600)\n"
+    )
+    session = run_files(tree, tmp_path, "tests/test_b.py", file_s=6)
+    assert session.cut == {"tests/test_b.py": "stopped after 6 s"}
+    assert session.outcomes == {"tests/test_b.py::test_hangs": "unfinished"}
+    assert 6 <= session.seconds < 20
+    log = (tmp_path / "log").read_text()
+    assert log.startswith("==== tests/test_b.py\n")
+    assert "in test_hangs" in log
+    with pytest.raises(ProcessLookupError):
+        wait_for_end(int(child.read_text()))
+
+
+def wait_for_end(pid):
+    """Raises ProcessLookupError once there is no such process, or only its remains."""
+    for _ in range(50):
+        os.kill(pid, 0)
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            raise ProcessLookupError
+        time.sleep(0.1)
+
+
+def test_a_file_that_skips_itself(tmp_path):
+    tree = make_tree(tmp_path / "tree", 8)
+    (tree / "tests" / "test_b.py").write_text(
+        "import pytest\npytest.skip('no', allow_module_level=True)\n"
+    )
+    session = run_files(tree, tmp_path, "tests/test_b.py")
+    assert session.outcomes == {"tests/test_b.py": "skipped"}
+    assert session.cut == {}
+
+
+def test_another_vllm_is_refused_file_by_file_too(tmp_path):
+    tree = make_tree(tmp_path / "tree", 8)
+    other = make_tree(tmp_path / "other", 8)
+    (tree / "tests" / "conftest.py").write_text(
+        f"import sys\nsys.path.insert(0, {str(other)!r})\nimport vllm\n"
+    )
+    with pytest.raises(StackError, match=f"vllm comes from {other}"):
+        run_files(tree, tmp_path, "tests")
+
+
+def test_models_are_found_by_name(tmp_path):
+    tree = make_tree(tmp_path / "tree", 8)
+    (tree / "tests" / "test_b.py").write_text(
+        "import json, pathlib\n\ndef test():\n"
+        "    place = pathlib.Path('Qwen/Qwen3-0.6B/config.json')\n"
+        "    assert json.loads(place.read_text())['model_type'] == 'qwen3'\n"
+    )
+    session = run(tree, tmp_path, "tests/test_b.py")
+    assert session.outcomes == {"tests/test_b.py::test": "passed"}
+
+
+def test_processes_run_side_by_side_and_are_ended_when_one_stops_us(tmp_path):
+    def job(name, code):
+        return Job(
+            name, [sys.executable, "-c", code], tmp_path, {}, tmp_path / f"{name}.log"
+        )
+
+    quick = [job(str(number), f"raise SystemExit({number})") for number in range(3)]
+    assert processes.run(quick, 2, None, lambda ended: None) == {"0": 0, "1": 1, "2": 2}
+
+    pid = tmp_path / "pid"
+    code = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); "
+
+    def interrupt(ended):
+        if pid.exists() and pid.read_text():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        processes.run([job("slow", code + "time.sleep(60)")], 1, None, interrupt)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), signal.SIGCONT)
 
 
 def test_the_worst_phase_counts():
@@ -103,18 +221,121 @@ def test_the_worst_phase_counts():
         ("b", "setup", "failed"), ("b", "teardown", "passed"),
         ("c", "setup", "skipped"), ("c", "teardown", "passed"),
         ("d", "setup", "passed"),
+        ("e", "start", "unfinished"), ("e", "setup", "passed"), ("e", "call", "passed"),
+        ("f", "start", "unfinished"), ("f", "setup", "passed"),
     ]  # fmt: skip
     assert fold([json.dumps(it) for it in reports]) == {
-        "a": "failed", "b": "failed", "c": "skipped",
+        "a": "failed", "b": "failed", "c": "skipped", "e": "passed", "f": "unfinished",
     }  # fmt: skip
 
 
 def test_only_what_passes_on_the_base_can_be_lost():
     base = dict.fromkeys("abcd", "passed") | {"e": "failed", "f": "skipped"}
     fork = {"a": "passed", "b": "failed", "c": "skipped", "e": "failed", "f": "failed"}
-    assert command.compare(base, fork) == {
+    assert command.compare(Session(base, 1), Session(fork, 1)) == {
         "b": "failed", "c": "skipped", "d": "did not run",
     }  # fmt: skip
+
+
+def test_what_both_were_stopped_before_is_no_loss():
+    base = Session({"x::a": "passed", "x::b": "passed"}, 1, {"x": "stopped"})
+    short = {"x::a": "passed"}
+    assert command.compare(base, Session(short, 1, {"x": "stopped"})) == {}
+    lost = {"x::b": "did not run"}
+    assert command.compare(base, Session(short, 1)) == lost
+    whole = Session(base.outcomes, 1)
+    assert command.compare(whole, Session(short, 1, {"x": "stopped"})) == lost
+    failed = Session({**short, "x::b": "failed"}, 1, {"x": "stopped"})
+    assert command.compare(base, failed) == {"x::b": "failed"}
+
+
+@pytest.fixture
+def unpacked(tmp_path, monkeypatch):
+    """A bundle as unbundle.sh leaves it, and the stack that it was packed from."""
+    repo, bundle = tmp_path / "repo", tmp_path / "bundle"
+    ours = {
+        "vllm/__init__.py": "WIDTH = 8\n",
+        "vllm/own.py": "ours",
+        "vllm/other.py": "same",
+        "vllm/_C.so": "compiled",
+    }
+    original = "WIDTH = 16\n"
+    for place, text in {
+        **{bundle / "fork" / path: text for path, text in ours.items()},
+        repo / "vllm/vllm/own.py": "ours",
+        bundle / "fork/vllm/__pycache__/__init__.pyc": "stale",
+        bundle / "base/vllm/__init__.py": original,
+        bundle / "upstream/tests/__init__.py": "",
+        bundle / "upstream/tests/test_a.py": TESTS,
+        bundle / "site/elsewhere.py": "",
+    }.items():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text)
+    marker = SimpleNamespace(digest="d", identity="d.c", files={})
+    monkeypatch.setattr(trees, "read_marker", lambda root: marker)
+    loaded = SimpleNamespace(
+        places=SimpleNamespace(tree=repo / "vllm"),
+        digest="d",
+        own=[".gitignore", "vllm/own.py"],
+        base=SimpleNamespace(
+            touches={"vllm/__init__.py": sha256(original.encode())},
+            replaces=[Pin("pyproject.toml", "", "")],
+        ),
+    )
+    return SimpleNamespace(bundle=bundle, loaded=loaded, marker=marker, repo=repo)
+
+
+def test_the_base_of_a_bundle_is_the_release(unpacked, tmp_path):
+    with trees.base(unpacked.loaded, unpacked.bundle, tmp_path) as tree:
+        files = {
+            it.relative_to(tree.root).as_posix(): it.read_text()
+            for it in tree.root.rglob("*")
+            if it.is_file()
+        }
+        assert files == {
+            "vllm/__init__.py": "WIDTH = 16\n",
+            "vllm/other.py": "same",
+            "vllm/_C.so": "compiled",
+        }
+        # Compiled modules are large: they are there once.
+        compiled = unpacked.bundle / "fork/vllm/_C.so"
+        assert (tree.root / "vllm/_C.so").samefile(compiled)
+        # Packages of the bundle are found, and the tests are the same ones.
+        assert tree.tests == unpacked.bundle / "upstream"
+        runner = Runner(gpu=True, workers=1)
+        base = runner.run("base", tree, ["tests"], tmp_path / "base.log")
+    assert not tree.root.exists()
+    fork_tree = trees.fork(unpacked.loaded, unpacked.bundle)
+    fork = runner.run("fork", fork_tree, ["tests"], tmp_path / "fork.log")
+    assert command.compare(base, fork) == {"tests/test_a.py::test_width[16]": "failed"}
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda it: setattr(it.marker, "digest", "of another stack"),
+        lambda it: (it.bundle / "fork/vllm/own.py").write_text("edited"),
+        lambda it: (it.repo / "vllm/vllm/own.py").write_text("edited"),
+        lambda it: (it.bundle / "fork/vllm/own.py").unlink(),
+    ],
+)
+def test_a_bundle_of_another_stack_is_refused(unpacked, spoil):
+    spoil(unpacked)
+    with pytest.raises(StackError, match="is not of this stack: pack it again"):
+        trees.fork(unpacked.loaded, unpacked.bundle)
+
+
+@pytest.mark.parametrize("text", [None, "WIDTH = 8\n"])
+def test_a_base_that_is_not_upstreams_is_refused(unpacked, tmp_path, text):
+    original = unpacked.bundle / "base/vllm/__init__.py"
+    original.unlink()
+    if text:
+        original.write_text(text)
+    with (
+        pytest.raises(StackError, match="is not upstream's file"),
+        trees.base(unpacked.loaded, unpacked.bundle, tmp_path),
+    ):
+        pass
 
 
 @pytest.fixture
@@ -129,14 +350,16 @@ def project(tmp_path, monkeypatch):
     loaded = SimpleNamespace(places=SimpleNamespace(tree=fork))
     ran = []
 
-    def run_base(_loaded, runner, paths, folder):
+    @contextmanager
+    def base_tree(_loaded, _bundle, _folder):
         ran.append(1)
-        return runner.run("base", base, paths, folder / "base.log")
+        yield Tree(base, base)
 
     monkeypatch.setattr(command, "REPO", repo)
     monkeypatch.setattr(command.stack, "load", lambda _: loaded)
-    monkeypatch.setattr(command, "key", lambda _loaded, paths: "k" * 64)
-    monkeypatch.setattr(command, "run_base", run_base)
+    monkeypatch.setattr(command, "key", lambda _loaded, _runner, _paths: "k" * 64)
+    monkeypatch.setattr(command.trees, "base", base_tree)
+    monkeypatch.delenv("VLLM_BUNDLE", raising=False)
     monkeypatch.setattr(command.os, "cpu_count", lambda: 1)
     monkeypatch.setenv("PATCHSTACK_CACHE", str(tmp_path / "cache"))
     return SimpleNamespace(base=base, fork=fork, listed=listed, ran=ran)
@@ -168,6 +391,75 @@ def test_the_base_is_run_once(project, capsys):
     assert project.ran == [1]
     assert command.main(["--fresh"]) == 0
     assert project.ran == [1, 1]
+
+
+def test_results_can_be_kept(project, tmp_path, capsys):
+    out = tmp_path / "results" / "today"
+    assert command.main(["--out", str(out), "--json"]) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert json.loads((out / "result.json").read_text()) == said
+    assert said["stack"] == "unknown"
+    assert said["machine"]["python"].startswith("3.")
+    assert {it.name for it in out.iterdir()} == {
+        "base.json", "base.log", "fork.json", "fork.log", "result.json",
+    }  # fmt: skip
+    fork = json.loads((out / "fork.json").read_text())
+    assert fork["outcomes"]["tests/test_a.py::test_width[16]"] == "failed"
+    # The outcomes of a cached base are kept as well.
+    command.main(["--out", str(tmp_path / "more")])
+    assert (tmp_path / "more/base.json").read_text() == (out / "base.json").read_text()
+
+
+def test_a_stop_from_outside_ends_the_tests_and_keeps_the_log(tmp_path):
+    tree = make_tree(tmp_path / "tree", 8)
+    pid = tmp_path / "pid"
+    (tree / "tests" / "test_b.py").write_text(
+        "import os, pathlib, time\n\ndef test_slow():\n"
+        f"    pathlib.Path({str(pid)!r}).write_text(str(os.getpid()))\n"
+        "    time.sleep(600)\n"
+    )
+    # The command as it is run, with a checkout and a base of ours.
+    code = (
+        "import runpy, sys\nfrom contextlib import nullcontext\n"
+        "from pathlib import Path\nfrom types import SimpleNamespace\n"
+        "from patchstack import stack\nfrom upstream_tests import guards, trees\n"
+        f"tree = trees.Tree(Path({str(tree)!r}), Path({str(tree)!r}))\n"
+        "trees.fork = lambda loaded, bundle: tree\n"
+        "trees.bundle = lambda: None\n"
+        "trees.base = lambda *_: nullcontext(tree)\n"
+        "guards.load = lambda place: [guards.Guard('tests/test_b.py', 'slow')]\n"
+        f"sys.argv[1:] = ['--gpu', '--out', {str(tmp_path / 'out')!r}, '--fresh']\n"
+        "pin = SimpleNamespace(sha256='')\n"
+        "base = SimpleNamespace(wheel=lambda machine: pin, sdist=pin)\n"
+        "stack.load = lambda repo: SimpleNamespace(base=base)\n"
+        "runpy.run_module('upstream_tests', run_name='__main__')\n"
+    )
+    env = {
+        **os.environ,
+        "PYTHONPATH": f"{REPO / 'ci'}:{REPO / 'scripts'}",
+        "PATCHSTACK_CACHE": str(tmp_path / "cache"),
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], env=env, stderr=subprocess.PIPE, text=True
+    )
+    while not (pid.exists() and pid.read_text()):
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.terminate()
+    said = process.communicate(timeout=30)[1].splitlines()
+    assert process.returncode == 130
+    assert said[-1] == "error: interrupted: run it again when you like"
+    assert (tmp_path / "out/base.log").read_text().startswith("==== tests/test_b.py")
+    with pytest.raises(ProcessLookupError):
+        wait_for_end(int(pid.read_text()))
+
+
+@pytest.mark.parametrize("option", ["--workers", "--file-seconds"])
+def test_a_number_that_makes_no_sense(project, capsys, option):
+    with pytest.raises(SystemExit) as stopped:
+        command.main([option, "-1"])
+    assert stopped.value.code == 2
+    assert "give more than 0" in capsys.readouterr().err
 
 
 def test_a_list_that_guards_nothing_is_an_error(project, capsys):
