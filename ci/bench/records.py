@@ -27,7 +27,7 @@ class Record:
             our forward graphs, and ``in_graph`` has the build at the head of
             those.
         steps: Decode steps behind the host figures.
-        host_us_p50, host_us_p99: Host time of a step's metadata build, us.
+        host_us_p50, host_us_p99: Host time of a step's ``prepare_attn``, us.
         launch_calls: CUDA calls that put work on the GPU, per build.
         step_launch_calls: The same over the whole step.
         planner_launches: FlashMLA planners that the forward graph of a step

@@ -69,6 +69,8 @@ class Switch:
         self._last_start: int | None = None
         # Of the step at hand, from its build on.
         self._running = self.paths[-1]
+        # Of the measured build at hand.
+        self._prepared: str | None = None
 
     def measure(self, batch: int, turn: int, profiling: bool = False) -> None:
         """From now on, decode steps of ``batch`` requests take turns of ``turn``
@@ -99,13 +101,14 @@ class Switch:
         max_model_len)`` makes a dummy step of a graph key."""
         record = ours._record
         release = ours.release_metadata_graphs
+        prepare = ours.prepare_attn
         build = ours._build_attn_metadata
         upload = ours._upload_replay_start
 
         def _record(state: Any, *where: Any) -> Any:
             report = record(state, *where)
-            self.recordings["recorded"] = Recordings(
-                report.recordings, report.seconds, report.mib
+            self.recordings[self.paths[-1]] = Recordings(
+                report.served.total(), report.seconds, report.mib
             )
             if self._upstream is not None:
                 self._record_ported(state, decode_batch, *where)
@@ -134,22 +137,29 @@ class Switch:
                 return self._ported.capture(
                     self._ported_key, attn_groups, block_tables, build_stock
                 )
-            if self.full_graphs.capturing_upstream:
+            if self.full_graphs.capturing_upstream or self._prepared == "stock":
                 return build_stock(attn_groups)
+            if self._prepared == "ported":
+                return self._ported.replay(
+                    self._ported.key(input_batch, cudagraph_mode)
+                )
+            return build(state, *inputs, attn_groups, *rest, **more)
+
+        def prepare_attn(
+            state: Any, input_batch: Any, cudagraph_mode: Any, *rest: Any, **more: Any
+        ) -> Any:
             self._running = self.paths[-1]
             if not self._counts(input_batch, cudagraph_mode, more):
-                return build(state, *inputs, attn_groups, *rest, **more)
-            path = self._running = self._path()
-            with self._marked(mark(path)):
-                start = time.perf_counter_ns()
-                if path == "stock":
-                    built = build_stock(attn_groups)
-                elif path == "ported":
-                    key = self._ported.key(input_batch, cudagraph_mode)
-                    built = self._ported.replay(key)
-                else:
-                    built = build(state, *inputs, attn_groups, *rest, **more)
-                end = time.perf_counter_ns()
+                return prepare(state, input_batch, cudagraph_mode, *rest, **more)
+            path = self._running = self._prepared = self._path()
+            by = stock.prepare_attn if path in ("stock", "ported") else prepare
+            try:
+                with self._marked(mark(path)):
+                    start = time.perf_counter_ns()
+                    built = by(state, input_batch, cudagraph_mode, *rest, **more)
+                    end = time.perf_counter_ns()
+            finally:
+                self._prepared = None
             if built is None:
                 raise RuntimeError(f"the {path} path has no recording of this step")
             self._sample(path, start, end)
@@ -164,6 +174,7 @@ class Switch:
         for method in (
             _record,
             release_metadata_graphs,
+            prepare_attn,
             _build_attn_metadata,
             _upload_replay_start,
         ):

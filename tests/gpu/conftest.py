@@ -26,6 +26,7 @@ def pytest_addoption(parser):
         default=1,
         help="tokens a request decodes per step; above 1 with DSpark",
     )
+    parser.addoption("--soak", type=int, default=1000, help="steps of the soak test")
     parser.addoption("--layers", type=int, default=8, choices=(8, 40))
 
 
@@ -65,6 +66,8 @@ def engine(request, query_len, profiled, tmp_path_factory):
         query_len,
         decode_backend="latency_specialized",
         max_model_len=4096,
+        # Small enough for copies and checksums of all of it.
+        num_gpu_blocks_override=4096,
         gpu_memory_utilization=0.5,
     )
 

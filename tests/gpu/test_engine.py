@@ -1,5 +1,6 @@
 """Recorded metadata builds in a real engine, with real CUDA graphs and kernels."""
 
+import numpy as np
 import pytest
 import torch
 from decode_steps import (
@@ -18,10 +19,15 @@ from vllm.models.deepseek_v41.nvidia.model_state import DeepseekV41ModelState
 from vllm.models.deepseek_v41.nvidia.specialized_decode.attention.metadata_tensors import (  # noqa: E501
     unrefreshed_tensor,
 )
+from vllm.models.deepseek_v41.nvidia.specialized_decode.deployment import (
+    MetadataGraphs,
+)
 from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.recorded_model_state import (  # noqa: E501
     DeepseekV41RecordedModelState,
 )
+from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.stats import Served
 from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.workspace import lock_workspace, unlock_workspace
 
 pytestmark = pytest.mark.gpu
 
@@ -74,15 +80,23 @@ class Runner:
                 **options,
             )
 
+    def run(self, batch: InputBatch, graph) -> dict:
+        """Prepare the step and, where it is the forward graph that refreshes its
+        metadata, run that too."""
+        attn_metadata = self.prepare(batch)
+        if self.state.graphs.served()[Served.IN_GRAPH]:
+            self.runner.cudagraph_manager.run_fullgraph(graph)
+        return attn_metadata
+
     def prepare_eagerly(self, batch: InputBatch):
-        ours = DeepseekV41RecordedModelState._build_attn_metadata
-        DeepseekV41RecordedModelState._build_attn_metadata = (
-            DeepseekV41ModelState._build_attn_metadata
-        )
-        try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("prepare_attn", "_build_attn_metadata"):
+                patch.setattr(
+                    DeepseekV41RecordedModelState,
+                    name,
+                    getattr(DeepseekV41ModelState, name),
+                )
             return self.prepare(batch)
-        finally:
-            DeepseekV41RecordedModelState._build_attn_metadata = ours
 
     def inputs(self) -> set[int]:
         tensors = [
@@ -143,7 +157,7 @@ def request_counts(padded: int) -> list[int]:
 
 
 def check_every_key(real: Runner) -> int:
-    replayed = real.state.graphs.stats.replayed
+    served = real.state.graphs.stats.served.total()
     checked = 0
     inputs = real.inputs()
     for graph in real.graphs:
@@ -162,23 +176,57 @@ def check_every_key(real: Runner) -> int:
                 want = clones(view)
                 batch = real.write(step)
                 poison(built(view, inputs))
-                real.prepare(batch)
+                real.run(batch, graph)
                 assert_same_for_forward(want, clones(view), step)
                 checked += 1
-    assert real.state.graphs.stats.replayed == replayed + checked
+    assert real.state.graphs.stats.served.total() == served + checked
     return checked
 
 
-def test_one_recording_per_full_decode_graph(real):
-    assert len(real.state.graphs) == len(real.graphs)
-    print(f"recordings: {len(real.state.graphs)}")
+@pytest.fixture
+def serve(real, monkeypatch):
+    """``serve(way)``: all shapes are served this way until the test ends."""
+
+    def switch(way: str) -> None:
+        setting = MetadataGraphs.OFF if way == "launched" else MetadataGraphs.SEPARATE
+        monkeypatch.setattr(real.state, "metadata_graphs", setting)
+        monkeypatch.setattr(real.state.in_graph, "captured", dict)
+        if way == "upstream":
+            monkeypatch.setattr(real.state.fused_builds, "prove", lambda *_: None)
+        real.record()
+
+    yield switch
+    monkeypatch.undo()
+    real.record()
 
 
-def test_replay_equals_eager_for_every_key(real):
+WAYS = {
+    "separate": Served.REPLAYED,
+    "launched": Served.LAUNCHED,
+    "upstream": Served.REPLAYED,
+}
+
+
+def test_every_full_decode_graph_refreshes_its_own_metadata(real):
+    assert real.state.graphs.served() == {Served.IN_GRAPH: len(real.graphs)}
+    print(f"graphs: {len(real.graphs)}")
+
+
+def test_in_graph_equals_eager_for_every_key(real):
     print(f"steps compared: {check_every_key(real)}")
 
 
-def test_recorded_pointers_are_the_live_ones(real):
+@pytest.mark.parametrize("way", WAYS)
+def test_other_ways_equal_eager_for_every_key(real, serve, way):
+    serve(way)
+    assert real.state.graphs.served() == {WAYS[way]: len(real.graphs)}
+    print(f"steps compared: {check_every_key(real)}")
+
+
+@pytest.mark.parametrize("way", [None, *WAYS])
+def test_recorded_pointers_are_the_live_ones(real, serve, way):
+    if way is not None:
+        serve(way)
     for graph in real.graphs:
         batch = real.write(
             Step((500,) * graph.num_reqs, graph.num_reqs, graph.uniform_token_count)
@@ -188,15 +236,33 @@ def test_recorded_pointers_are_the_live_ones(real):
         assert unrefreshed_tensor(eager, recorded, "cuda") is None
 
 
-def test_capturing_again_serves_as_well(real):
-    before = list(real.state.graphs._graphs)
+def test_capturing_the_model_again_serves_as_well(real):
+    """What elastic scaling does: new FULL graphs, and new plans in them."""
+    manager = real.runner.cudagraph_manager
+    real.state.release_metadata_graphs()
+    assert len(real.state.graphs) == 0
+    manager.graphs.clear()
+    unlock_workspace()
+    with set_current_vllm_config(real.runner.vllm_config), torch.inference_mode():
+        manager.capture(
+            real.runner.model,
+            real.state,
+            real.buffers,
+            real.runner.intermediate_tensors,
+            real.tables,
+            real.runner.attn_groups,
+            real.runner.kv_cache_config,
+            use_aux_hidden_state_outputs=manager.use_aux_hidden_state_outputs,
+        )
+    lock_workspace()
     real.record()
-    assert list(real.state.graphs._graphs) == before
+    assert real.state.graphs.served() == {Served.IN_GRAPH: len(real.graphs)}
     check_every_key(real)
 
 
-def test_forked_replays_agree_a_thousand_times(real):
+def test_forked_replays_agree_a_thousand_times(real, serve):
     """An unjoined branch or two writers of one buffer would show sooner or later."""
+    serve("upstream")
     graph = real.graphs[0]
     view = real.view(graph)
     step = Step.random(
@@ -222,8 +288,54 @@ def test_forked_replays_agree_a_thousand_times(real):
     assert differing.item() == 0
 
 
-def test_the_forward_graph_gives_the_same_after_either_build(real):
+def test_soak(real, request):
+    """Batch sizes up and down for thousands of steps, every buffer poisoned before
+    each: the metadata stays upstream's, and no step writes a block it was not given.
+    """
+    steps = request.config.getoption("--soak")
+    rng = np.random.default_rng(11)
+    inputs = real.inputs()
+    views = {graph: real.view(graph) for graph in real.graphs}
+    outputs = {graph: built(view, inputs) for graph, view in views.items()}
+    real.num_blocks = real.runner.kv_cache_config.num_blocks // 2
+    spared = [cache[cache.shape[0] // 2 :] for cache in real.runner.kv_caches]
+    for cache in spared:
+        cache.view(torch.uint8).random_(0, 256)
+    before = [cache.clone() for cache in spared]
+    compared = 0
+    num_reqs = real.graphs[0].num_reqs
+    for number in range(steps):
+        num_reqs = int(
+            np.clip(num_reqs + rng.integers(-6, 7), 1, real.graphs[0].num_reqs)
+        )
+        graph = min(
+            (graph for graph in real.graphs if graph.num_reqs >= num_reqs),
+            key=lambda graph: graph.num_reqs,
+        )
+        step = Step.random(
+            num_reqs,
+            graph.num_reqs,
+            graph.uniform_token_count,
+            real.state.max_model_len,
+            seed=number,
+        )
+        batch = real.write(step)
+        poison(outputs[graph])
+        real.run(batch, graph)
+        if number % 20 == 0:
+            got = clones(views[graph])
+            real.prepare_eagerly(real.write(step))
+            assert_same_for_forward(clones(views[graph]), got, step)
+            compared += 1
+    for cache, kept in zip(spared, before, strict=True):
+        # As bytes: some are no numbers.
+        assert torch.equal(cache.view(torch.uint8), kept.view(torch.uint8))
+    print(f"steps run: {steps}, compared: {compared}")
+
+
+def test_the_forward_graph_gives_the_same_after_either_build(real, serve):
     """Hidden states of one step, and every byte of the KV cache after it."""
+    serve("separate")
     compared = 0
     for graph in real.graphs:
         for num_reqs in {graph.num_reqs, max(1, graph.num_reqs - 1)}:
@@ -271,8 +383,9 @@ def break_the_capture(common):
 
 
 @pytest.mark.parametrize("fault", [sync_always, sync_in_the_capture, break_the_capture])
-def test_a_build_that_syncs_is_refused_and_the_engine_goes_on(real, fault):
+def test_a_build_that_syncs_is_refused_and_the_engine_goes_on(real, serve, fault):
     """Under the global capture mode a device-to-host read breaks the capture."""
+    serve("upstream")
     [group, *_] = real.runner.attn_groups[-1]
     builder = group.get_metadata_builder()
     build = builder.build
@@ -311,7 +424,8 @@ def test_real_requests_are_served_from_recordings(engine, real, batch):
     from vllm import SamplingParams
 
     stats = real.state.graphs.stats
-    before, replayed, missed = stats.full_decode_steps, stats.replayed, stats.missed
+    before, missed = stats.full_decode_steps, stats.missed
+    served = stats.served.total()
     prompts = [
         {"prompt_token_ids": [2 + (7 * i + j) % 1000 for j in range(100 + i)]}
         for i in range(batch)
@@ -323,6 +437,6 @@ def test_real_requests_are_served_from_recordings(engine, real, batch):
     )
     assert all(len(output.outputs[0].token_ids) == 48 for output in outputs)
     steps = stats.full_decode_steps - before
-    assert steps > 0 and stats.replayed - replayed > 0.95 * steps
+    assert steps > 0 and stats.served.total() - served > 0.95 * steps
     assert stats.missed == missed
     print(stats.line())

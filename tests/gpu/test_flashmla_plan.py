@@ -40,7 +40,9 @@ class Seen:
 def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     if a is None or b is None:
         return a is b
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    return torch.equal(
+        a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
+    )
 
 
 class OwnPlans:

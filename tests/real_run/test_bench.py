@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -275,6 +276,9 @@ def test_a_trace_without_builds():
 
 
 class StockState:
+    def prepare_attn(self, *inputs, **options):
+        return self._build_attn_metadata(*inputs, **options)
+
     def _build_attn_metadata(self, *inputs, **options):
         return {"by": "stock"}
 
@@ -286,7 +290,7 @@ class RecordedState(StockState):
     """The model state's surface that the switch takes hold of."""
 
     def _record(self, *where):
-        return SimpleNamespace(recordings=7, seconds=0.5, mib=3.0)
+        return SimpleNamespace(served=Counter(replayed=7), seconds=0.5, mib=3.0)
 
     def release_metadata_graphs(self):
         pass
@@ -311,9 +315,7 @@ def switched():
 def step(state, batch=8, mode="FULL", prefill=False, **options):
     input_batch = SimpleNamespace(num_reqs=batch, num_tokens=batch, has_prefill=prefill)
     mode_of_step = SimpleNamespace(name=mode)
-    built = state._build_attn_metadata(
-        input_batch, mode_of_step, (), None, [], None, **options
-    )
+    built = state.prepare_attn(input_batch, mode_of_step, (), None, [], None, **options)
     return built["by"]
 
 
@@ -392,7 +394,7 @@ def test_stock_uploads_its_zeros(switched):
 
 def test_recordings_are_reported(switched):
     switch, state = switched
-    assert state._record().recordings == 7
+    assert state._record().served.total() == 7
     report = switch.recordings["recorded"]
     assert (report.count, report.seconds, report.mib) == (7, 0.5, 3.0)
 
