@@ -35,9 +35,7 @@ def accept(
     version = trial.releases.new_version
     files = _rewritten(loaded, history, trial, sdist, pins, offline)
     places = loaded.places
-    with tree.signals_blocked():
-        undo.keep(places, [*files, *(f"patches/{name}" for name in loaded.raw)])
-    try:
+    with undo.on_failure(places, [*files, *(f"patches/{it}" for it in loaded.raw)]):
         for path, data in files.items():
             stack.write(places.repo / path, data)
         for name in loaded.raw:
@@ -54,11 +52,6 @@ def accept(
             apply.apply(stack.load(places.repo), options)
         finally:
             tree.clean(places)
-    except BaseException:
-        with tree.signals_blocked():
-            undo.restore(places)
-        raise
-    undo.forget(places)
     gone = [it.old.name for it in trial.patches if it.new is None]
     return [
         f"{base.FILE}: vLLM {version}",

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from . import apply, base, gitcmd, own, patches, stack, tree
+from . import apply, base, gitcmd, own, patches, stack, tree, undo
 from .base import Pin
 from .errors import StackError, count, some
 from .history import Built, History
@@ -132,9 +132,7 @@ class _Work:
                 text = base.with_replaced(text, pin)
             return text
 
-        if pins:
-            self._write_base(rewrite)
-        self._write_own([*self.loaded.own, *new])
+        self._write_own([*self.loaded.own, *new], rewrite)
         return [f"vllm/{path}: own file" for path in new]
 
     def give_up(self, files: Sequence[str]) -> list[str]:
@@ -151,9 +149,8 @@ class _Work:
                 text = base.without_pin(text, path)
             return text
 
-        if replaced.intersection(paths):
-            self._write_base(rewrite)
-        self._write_own([path for path in self.loaded.own if path not in paths])
+        kept = [path for path in self.loaded.own if path not in paths]
+        self._write_own(kept, rewrite)
         return [f"vllm/{path}: no longer an own file" for path in paths]
 
     def refresh(self, options: argparse.Namespace) -> list[str]:
@@ -318,16 +315,21 @@ class _Work:
         if self.history.tree_of(built.head) != tree_id:
             raise StackError("the new patches do not make the tree: please report this")
         touches = self._touches(kept)
+        names = [stack.SERIES, *loaded.raw.keys(), *(raw.keys() - loaded.raw.keys())]
+        files = [base.FILE, *(f"patches/{name}" for name in names)]
         with tree.signals_blocked():
-            if touches != loaded.base.touches:
-                self._write_base(lambda text: base.with_touches(text, touches))
-            places.patches.mkdir(exist_ok=True)
-            for name, data in raw.items():
-                if data != loaded.raw.get(name):
-                    write(places.patches / name, data)
-            self._write_series(list(raw))
-            for name in loaded.raw.keys() - raw.keys():
-                (places.patches / name).unlink()
+            with undo.on_failure(places, files):
+                if touches != loaded.base.touches:
+                    self._write_base(lambda text: base.with_touches(text, touches))
+                places.patches.mkdir(exist_ok=True)
+                for name, data in raw.items():
+                    if data != loaded.raw.get(name):
+                        write(places.patches / name, data)
+                self._write_series(list(raw))
+                for name in loaded.raw.keys() - raw.keys():
+                    (places.patches / name).unlink()
+            # Not before: under a marker of new patches, old ones would be taken for
+            # another stack, and its tree would take the place of the edits.
             apply.record(stack.load(places.repo), self.marker, built)
 
     def _write_series(self, names: list[str]) -> None:
@@ -361,11 +363,16 @@ class _Work:
 
     def _write_base(self, rewrite: Callable[[str], str]) -> None:
         place = self.loaded.places.repo / base.FILE
-        write(place, rewrite(place.read_text()).encode())
+        old = place.read_text()
+        if (new := rewrite(old)) != old:
+            write(place, new.encode())
 
-    def _write_own(self, paths: list[str]) -> None:
+    def _write_own(self, paths: list[str], rewrite: Callable[[str], str]) -> None:
+        """Write the list of own files, and what `upstream.toml` says of them."""
         places = self.loaded.places
-        write(places.tree / own.MANIFEST, own.render(paths).encode())
+        with undo.on_failure(places, [base.FILE, f"vllm/{own.MANIFEST}"]):
+            self._write_base(rewrite)
+            write(places.tree / own.MANIFEST, own.render(paths).encode())
         loaded = stack.load(places.repo)
         built = self.history.build(self.marker.release, loaded.base, loaded.patches)
         apply.record(loaded, self.marker, built)

@@ -45,6 +45,11 @@ class Places:
         return self.repo / ".rebase"
 
     @property
+    def undo(self) -> Path:
+        """Old files of the stack while they are rewritten."""
+        return self.repo / ".tree.undo"
+
+    @property
     def lock(self) -> Path:
         return self.repo / ".tree.lock"
 

@@ -1,9 +1,11 @@
 """Run the tool of a checkout with an event at a point in it.
 
-Arguments: the checkout, `EVENT:before|after:MODULE.NAME`, then the command.
+Arguments: the checkout, `EVENT:before|after:MODULE.NAME`, then the command.  With
+`*N` after the name the event is at the Nth call only.
 """
 
 import importlib
+import itertools
 import os
 import signal
 import sys
@@ -13,6 +15,7 @@ from pathlib import Path
 repo, point, *command = sys.argv[1:]
 sys.path.insert(0, str(Path(repo) / "scripts"))
 event, when, target = point.split(":")
+target, _, number = target.partition("*")
 
 
 def act():
@@ -40,11 +43,14 @@ def act():
 
 
 def wrap(original):
+    calls = itertools.count(1)
+
     def wrapped(*args, **kwargs):
-        if when == "before":
+        meant = next(calls) == int(number) if number else True
+        if when == "before" and meant:
             act()
         result = original(*args, **kwargs)
-        if when == "after":
+        if when == "after" and meant:
             act()
         return result
 

@@ -422,3 +422,54 @@ def test_disk_that_fills_up_under_an_old_tree(changed, point):
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == f"error: {FULL}"
     assert checkout.snapshot() == before
+
+
+def refold(checkout):
+    """Edits that go into two patches."""
+    checkout.edit("vllm/engine.py", "step + 1", "step + 2")
+    checkout.edit("vllm/layers.py", "16", "32")
+    return ["refresh"]
+
+
+def begin(checkout):
+    """An edit that becomes a patch: pins, patch and series."""
+    checkout.edit("vllm/dos.py", "A = 1", "A = 2")
+    return ["refresh", "dos", *synthetic.header("Count from two")]
+
+
+def replace(checkout):
+    """An own file in an upstream file's place: pins and manifest."""
+    checkout.edit("vllm/dos.py", "A = 1", "A = 2")
+    return ["refresh", "--own", "vllm/vllm/dos.py", "--why", "ours"]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        "kill:after:refresh.write*1",
+        "kill:after:refresh.write*2",
+        "kill:before:apply.record",
+        "kill:after:tree.write_marker",
+        "full:after:refresh.write*2",
+    ],
+)
+@pytest.mark.parametrize("prepare", [refold, begin, replace])
+def test_refresh_that_stops_half_way(stacked, prepare, event):
+    command = prepare(stacked)
+    tree = stacked.content()
+    before = stacked.snapshot()
+    done = run_injected(stacked, event, *command)
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    if event.startswith("full"):
+        assert done.stderr == f"error: {FULL}\n"
+        assert stacked.snapshot() == before
+    if stacked.run(*command).returncode:
+        # All was written but what the tree says of itself, which apply mends.
+        stacked.ok("apply")
+    stacked.ok("apply", "--check")
+    assert stacked.ok("refresh") == "nothing to do\n"
+    # The edits lie in the tree whatever happens.
+    manifest = "vllm/.gitignore"
+    assert stacked.content() | {manifest: b""} == tree | {manifest: b""}
+    assert not (stacked.repo / ".tree.undo").exists()
