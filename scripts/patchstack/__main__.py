@@ -6,13 +6,19 @@ import importlib
 import os
 import signal
 import sys
+from contextlib import suppress
+from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
 
 from .errors import StackError
+from .gitcmd import GitError
 
 COMMANDS = ("apply", "refresh", "status", "doctor", "rebase", "export")
 _WHOLE = "the tree is whole: run it again when you like"
+_HISTORY = (
+    "if .tree.git is damaged, delete it and run scripts/apply.sh, which makes it again"
+)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -35,12 +41,22 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv[1:])
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _terminate)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            # File names may be any bytes.
+            stream.reconfigure(errors="backslashreplace")
     try:
-        return command.run(_repo(), options)
+        code = command.run(_repo(), options)
+        if sys.stdout:
+            # Here, where a reader that has gone can still be seen.
+            sys.stdout.flush()
+        return code
     except StackError as fault:
         text = str(fault)
         if "No space left on device" in text:
             text = _disk_full()
+        elif isinstance(fault, GitError):
+            text = f"git failed: {text}: {_HISTORY}"
         return _fail(text, 1)
     except KeyboardInterrupt:
         return _fail(f"interrupted: {_WHOLE}", 128 + signal.SIGINT)
@@ -48,13 +64,16 @@ def main(argv: list[str]) -> int:
         return _fail(f"stopped: {_WHOLE}", 128 + stop.args[0])
     except BrokenPipeError:
         # The reader of our output has gone: there is no one to tell.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _mute()
         return 1
     except OSError as fault:
+        _mute()
         if fault.errno in _FULL:
             return _fail(_disk_full(), 1)
-        where = f"{fault.filename}: " if fault.filename else ""
-        return _fail(f"{where}{fault.strerror or fault}: mend that and run again", 1)
+        where = " -> ".join(map(str, filter(None, (fault.filename, fault.filename2))))
+        said = fault.strerror or str(fault)
+        fault_text = f"{where}: {said}" if where else said
+        return _fail(f"{fault_text}: mend that and run again", 1)
 
 
 def _repo() -> Path:
@@ -68,6 +87,13 @@ def _disk_full() -> str:
     )
 
 
+def _mute() -> None:
+    """Let what stdout still holds go nowhere, instead of failing again at exit."""
+    with suppress(AttributeError, OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _fail(text: str, code: int) -> int:
-    print(f"error: {text}", file=sys.stderr)
+    # A path may hold line feeds; the fault stays one line.
+    print("error: " + text.replace("\n", "\\n"), file=sys.stderr)
     return code

@@ -12,7 +12,7 @@ from . import fetch, identity, source, stack, tree
 from .archive import Wheel
 from .base import Archive
 from .errors import StackError, count, some
-from .gitcmd import Git
+from .gitcmd import Git, listed
 from .history import Built, History
 from .progress import note
 from .source import Source
@@ -337,7 +337,7 @@ def _lay_patched(
             shutil.rmtree(new / pin.path)
     git = Git(history.git_dir, new, index)
     git.run("read-tree", "--reset", "-i", built.head)
-    touched = "".join(f"{path}\0" for path in sorted(loaded.touched)).encode()
+    touched = listed(sorted(loaded.touched))
     git.run("checkout-index", "-f", "-u", "-z", "--stdin", stdin=touched)
 
 
@@ -365,7 +365,7 @@ def unapply(loaded: Stack, discard_edits: bool) -> str:
     tree.lay_own(places.tree, new, loaded.own)
     tree.swap(places, new, loaded.own)
     if places.history.exists():
-        places.history.rename(places.scratch / "git")
+        tree.move(places.history, places.scratch / "git")
     return "unapplied"
 
 

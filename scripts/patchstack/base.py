@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import StackError
+from .files import read_text
 
 FILE = "upstream.toml"
 DEFAULT_BUDGET = 40
@@ -103,7 +104,7 @@ def path_sha256(root: Path, path: str) -> str | None:
 def load(repo: Path) -> Base:
     path = repo / FILE
     try:
-        return parse(path.read_text(encoding="utf-8"))
+        return parse(read_text(path))
     except FileNotFoundError:
         raise StackError(f"{path} is missing: restore it from git") from None
 

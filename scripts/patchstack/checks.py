@@ -6,6 +6,7 @@ from pathlib import Path
 
 from . import apply, gitcmd, own, patches, tree
 from .base import DEFAULT_BUDGET, file_sha256
+from .files import read_text
 from .history import History
 from .stack import SERIES, Stack, sha256
 
@@ -148,7 +149,7 @@ def own_version(folder: Path) -> str | None:
     place = folder / VERSION_FILE
     if not place.is_file():
         return None
-    found = re.search(r'^__version__ = "(.*)"$', place.read_text(), re.MULTILINE)
+    found = re.search(r'^__version__ = "(.*)"$', read_text(place), re.MULTILINE)
     return found[1] if found else None
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,14 @@ def cache_folder() -> Path:
     if named:
         return Path(named)
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(home).expanduser() / "vllm-patchstack"
+    try:
+        return Path(home).expanduser() / "vllm-patchstack"
+    except RuntimeError:
+        # A user that the system does not know, as in a container.
+        raise StackError(
+            "HOME is not set, so there is no place for the cache: set PATCHSTACK_CACHE "
+            "to a folder of yours"
+        ) from None
 
 
 def fetch(archive: Archive, version: str, offline: bool) -> Path:
@@ -249,13 +257,16 @@ def downloader() -> Path:
     key = file_sha256(_TOOL)[:12]
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     place = cache_folder() / "tools" / f"unearth-{key}-py{version}"
-    if place.is_dir():
+    if (place / "bin" / "python").exists():
         return place / "bin" / "python"
     note("making the downloader's environment")
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=place.parent, prefix=".making-") as temporary:
         made = Path(temporary) / "env"
         _make_downloader(made)
+        if not (place / "bin" / "python").exists():
+            # One whose Python has since gone from the machine makes way.
+            shutil.rmtree(place, ignore_errors=True)
         # Another run may have been quicker; the two are the same.
         with suppress(OSError):
             made.rename(place)
@@ -279,6 +290,7 @@ def _make_downloader(place: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
+        env=_downloader_environment(),
     )
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no message"]
@@ -305,6 +317,7 @@ def _index_settings(python: Path) -> dict[str, list[str]]:
         capture_output=True,
         text=True,
         check=False,
+        env=_downloader_environment(),
     )
     settings: dict[str, list[str]] = {}
     for line in done.stdout.splitlines():
@@ -327,7 +340,11 @@ def _index_settings(python: Path) -> dict[str, list[str]]:
 def _default_index(python: Path) -> str:
     command = "from pip._internal.models.index import PyPI; print(PyPI.simple_url)"
     done = subprocess.run(
-        [python, "-c", command], capture_output=True, text=True, check=True
+        [python, "-c", command],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=_downloader_environment(),
     )
     return done.stdout.strip()
 

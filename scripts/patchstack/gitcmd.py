@@ -6,7 +6,7 @@ machine would change what a patch means, so none of them reaches these calls.
 
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,6 +112,16 @@ class Git:
         return self.run(*args, stdin=stdin).decode().strip()
 
 
+def names(output: bytes) -> list[str]:
+    """Fields of a `-z` output; file names may be any bytes."""
+    return os.fsdecode(output).split("\0")[:-1]
+
+
+def listed(paths: Iterable[str]) -> bytes:
+    """File names as `-z --stdin` takes them."""
+    return b"".join(os.fsencode(path) + b"\0" for path in paths)
+
+
 def ignore_attributes(git_dir: Path) -> None:
     """Make a git directory deaf to attributes that files of the tree set."""
     place = git_dir / "info" / "attributes"
@@ -128,7 +138,7 @@ def tracked_files(repo: Path) -> dict[str, str] | None:
     if out is None:
         return None
     files = {}
-    for entry in out.split("\0")[:-1]:
+    for entry in names(out):
         meta, path = entry.split("\t", 1)
         files[path] = meta.split()[1]
     return files
@@ -137,13 +147,13 @@ def tracked_files(repo: Path) -> dict[str, str] | None:
 def changed_files(repo: Path) -> set[str]:
     """Tracked paths that are not as the fork's repository has them committed."""
     out = _outer(repo, "diff", "--name-only", "--relative", "-z", "HEAD", "--")
-    return set((out or "").split("\0")[:-1])
+    return set(names(out or b""))
 
 
-def _outer(repo: Path, *args: str) -> str | None:
+def _outer(repo: Path, *args: str) -> bytes | None:
     command = ["git", "-c", "safe.directory=*", "-c", "core.quotePath=false", *args]
     try:
-        return call(command, clean_environment(), cwd=repo).decode()
+        return call(command, clean_environment(), cwd=repo)
     except GitError:
         return None
 

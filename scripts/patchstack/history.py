@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 
 from .base import Base
 from .errors import StackError, some
-from .gitcmd import Git, GitError, ignore_attributes
+from .gitcmd import Git, GitError, ignore_attributes, listed, names
 from .patches import FileDiff, Patch, parse_diff
 
 BRANCH = "refs/heads/stack"
@@ -63,16 +63,14 @@ class History:
 
     def record_release(self, root: Path, paths: Iterable[str], index: Path) -> str:
         """Store the files `paths` of the folder `root`; returns their tree's id."""
-        listed = "\0".join(paths).encode() + b"\0"
         git = Git(self.git_dir, root, index)
-        git.run("update-index", "--add", "-z", "--stdin", stdin=listed)
+        git.run("update-index", "--add", "-z", "--stdin", stdin=listed(paths))
         return git.line("write-tree")
 
     def files(self, tree: str) -> dict[str, tuple[str, str]]:
         """Path -> (mode, blob id) of a tree or commit."""
-        out = self.git.run("ls-tree", "-r", "-z", tree).decode()
         found = {}
-        for entry in out.split("\0")[:-1]:
+        for entry in names(self.git.run("ls-tree", "-r", "-z", tree)):
             meta, path = entry.split("\t", 1)
             mode, _, blob = meta.split()
             found[path] = (mode, blob)
@@ -91,10 +89,8 @@ class History:
         """The tree with some files set to (mode, blob id)."""
         with self._index() as git:
             git.run("read-tree", tree)
-            lines = "".join(
-                f"{mode} {blob}\t{path}\0" for path, (mode, blob) in blobs.items()
-            )
-            git.run("update-index", "-z", "--index-info", stdin=lines.encode())
+            lines = (f"{mode} {blob}\t{path}" for path, (mode, blob) in blobs.items())
+            git.run("update-index", "-z", "--index-info", stdin=listed(lines))
             return git.line("write-tree")
 
     def diff(self, where: str, before: str, after: str) -> list[FileDiff]:
@@ -117,7 +113,7 @@ class History:
             *("--diff-filter=R", "-l", "0", before, after),
         )
         # Three fields each: how alike, the old name, the new one.
-        fields = out.decode().split("\0")[:-1]
+        fields = names(out)
         return dict(zip(fields[1::3], fields[2::3], strict=True))
 
     def count_lines(self, before: str, after: str) -> tuple[int, int]:
@@ -199,8 +195,8 @@ class History:
         """The tree without some of its files."""
         with self._index() as git:
             git.run("read-tree", tree)
-            listed = "".join(f"{path}\0" for path in paths).encode()
-            git.run("update-index", "--force-remove", "-z", "--stdin", stdin=listed)
+            remove = ("update-index", "--force-remove", "-z", "--stdin")
+            git.run(*remove, stdin=listed(paths))
             return git.line("write-tree")
 
     def ignored(self, tree: str, paths: Iterable[str]) -> set[str]:
@@ -211,19 +207,18 @@ class History:
                     place = Path(temporary) / path
                     place.parent.mkdir(parents=True, exist_ok=True)
                     place.write_bytes(self.blob(blob))
-            listed = "\0".join(paths).encode()
             command = ("check-ignore", "--no-index", "-z", "--stdin")
             try:
                 git = Git(self.git_dir, Path(temporary))
                 # This command knows no literal paths.
                 extra = {"GIT_LITERAL_PATHSPECS": "0"}
-                out = git.run(*command, stdin=listed, extra=extra)
+                out = git.run(*command, stdin=listed(paths), extra=extra)
             except GitError as fault:
                 # 1 says that none is hidden.
                 if fault.code != 1:
                     raise
                 return set()
-        return set(out.decode().split("\0")[:-1])
+        return set(names(out))
 
     def commit_base(self, tree: str, version: str) -> str:
         return self.commit(tree, None, _BASE_PERSON, _BASE_DATE, f"vLLM {version}\n")
@@ -289,8 +284,8 @@ class History:
                 f"({file.before[:12]}, found {blob[:12]}): {_REMAKE}"
             )
         git.run("apply", "--cached", "-", stdin=patch.diff())
-        out = git.run("ls-files", "-s", "-z", "--", *patch.touches).decode()
-        for entry in out.split("\0")[:-1]:
+        out = git.run("ls-files", "-s", "-z", "--", *patch.touches)
+        for entry in names(out):
             meta, path = entry.split("\t", 1)
             mode, blob, _ = meta.split()
             files[path] = (mode, blob)

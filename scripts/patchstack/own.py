@@ -5,9 +5,11 @@ folders that leads to each of them.  So the list needs no git metadata, and the
 upstream files that `apply` lays beside them never show up in `git status`.
 """
 
+import re
 from pathlib import Path, PurePosixPath
 
 from .errors import StackError
+from .files import read_text
 
 MANIFEST = ".gitignore"
 
@@ -15,6 +17,15 @@ _HEAD = """\
 # The files of this folder that are ours; the rest comes from scripts/apply.sh.
 # Written by scripts/refresh.sh --own PATH (or --disown PATH).
 """
+
+
+# What an ignore file takes for a pattern or drops, and names that are not UTF-8.
+_UNLISTABLE = re.compile(r"[*?\[\\\udc80-\udcff]|\s$")
+
+
+def listable(path: str) -> bool:
+    """Whether the manifest can name the file."""
+    return not _UNLISTABLE.search(path) and len(path.splitlines()) == 1
 
 
 def parse(text: str) -> list[str]:
@@ -40,7 +51,7 @@ def load(tree: Path) -> list[str]:
     """Own paths of the manifest in `tree`; raises `StackError` if it is not ours."""
     path = tree / MANIFEST
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except FileNotFoundError:
         raise StackError(
             f"{path} is missing: restore it (git checkout -- vllm)"

@@ -116,6 +116,11 @@ class _Work:
             place = self.loaded.places.tree / path
             if place.is_symlink() or not place.is_file():
                 raise StackError(f"vllm/{path} is not there: write it first")
+            if not own.listable(path):
+                raise StackError(
+                    f"vllm/{path} cannot be listed in {own.MANIFEST}: give it a plain "
+                    "name"
+                )
             if path in wheel:
                 raise StackError(
                     f"vllm/{path} comes from the wheel and stays its own: use another "

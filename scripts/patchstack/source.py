@@ -105,11 +105,11 @@ def drop_builds(root: Path, wheel: archive.Wheel) -> None:
     """Remove what a build has left in a source folder; the wheel brings its own."""
     git_dir = root.with_name(root.name + ".git")
     Git(git_dir).run("init", "-q", "--bare", "--template=")
-    listed = Git(git_dir, root).run(
+    out = Git(git_dir, root).run(
         *("-c", "core.bare=false", "ls-files", "--others", "--ignored", "-z"),
         "--exclude-per-directory=.gitignore",
     )
-    for path in listed.decode().split("\0")[:-1]:
+    for path in gitcmd.names(out):
         if path in wheel.sha256 or path.endswith(".so"):
             (root / path).unlink()
     shutil.rmtree(git_dir)

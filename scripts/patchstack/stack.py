@@ -10,6 +10,7 @@ from . import base as base_module
 from . import own, patches
 from .base import Base
 from .errors import StackError
+from .files import read_text
 from .patches import Patch
 
 SERIES = "series"
@@ -95,7 +96,7 @@ def series(folder: Path) -> list[str]:
     path = folder / SERIES
     if not path.exists():
         return []
-    lines = (line.partition("#")[0].strip() for line in path.read_text().splitlines())
+    lines = (line.partition("#")[0].strip() for line in read_text(path).splitlines())
     return [line for line in lines if line]
 
 

@@ -12,8 +12,10 @@ patchstack() {
     fi
     # The data filter of tarfile came with 3.11.4.  Our folder takes the place of
     # the user's on the path: what lies there must not be taken for our modules.
+    # Neither the user's PYTHON... variables and packages (-E -s) nor their locale
+    # (utf8) has a say.
     # -B: a full disk would leave half written bytecode that breaks later runs.
-    exec python3 -B -c '
+    exec python3 -BEs -X utf8 -c '
 import sys
 if sys.version_info < (3, 11, 4):
     sys.exit(

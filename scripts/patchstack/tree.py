@@ -23,7 +23,7 @@ from . import undo
 from .archive import WheelFile
 from .base import file_sha256
 from .errors import StackError, some
-from .gitcmd import Git, GitError
+from .gitcmd import Git, GitError, names
 from .history import History
 from .progress import note
 from .stack import Places
@@ -84,9 +84,9 @@ def read_wheel_files(tree: Path) -> dict[str, WheelFile]:
     """The files that only the wheel has, as apply laid them."""
     try:
         listed = json.loads((tree / WHEEL_FILES).read_text())
-    except (FileNotFoundError, ValueError):
+        return {path: WheelFile(*facts) for path, facts in listed.items()}
+    except (FileNotFoundError, ValueError, TypeError, AttributeError):
         return {}
-    return {path: WheelFile(*facts) for path, facts in listed.items()}
 
 
 def write_wheel_files(tree: Path, files: Mapping[str, WheelFile]) -> None:
@@ -149,10 +149,10 @@ def find_edits(
             shutil.copy2(history.git_dir / "index", index)
         git = Git(history.git_dir, tree, index)
         git.run("read-tree", "--reset", "-i", commit)
-        tracked = set(git.run("ls-files", "-z").decode().split("\0")[:-1])
+        tracked = set(names(git.run("ls-files", "-z")))
         status = git.run("status", "--porcelain=v1", "-z", "--untracked-files=no")
     # Two letters (index, work tree), a blank, the path.
-    changed = {it[3:]: it[1] for it in status.decode().split("\0")[:-1] if it[1] != " "}
+    changed = {it[3:]: it[1] for it in names(status) if it[1] != " "}
     known = tracked.union(wheel, own)
     return Edits(
         modified=sorted(path for path, how in changed.items() if how != "D"),
@@ -246,7 +246,7 @@ def swap(places: Places, new: Path, own: Iterable[str]) -> None:
         if exchanged:
             new.rename(old)
         else:
-            places.tree.rename(old)
+            move(places.tree, old)
             new.rename(places.tree)
         stale = [
             path
@@ -255,6 +255,20 @@ def swap(places: Places, new: Path, own: Iterable[str]) -> None:
             and _identity(places.tree / path) == laid[path]
         ]
         lay_own(old, places.tree, stale)
+
+
+def move(folder: Path, to: Path) -> None:
+    """Move a folder within a file system; `to` appears whole or not at all."""
+    try:
+        folder.rename(to)
+    except OSError as fault:
+        if fault.errno != errno.EXDEV:
+            raise
+        # An overlay, as in a container's image, renames no folder of a lower layer.
+        partial = to.with_name(to.name + ".part")
+        shutil.copytree(folder, partial, symlinks=True)
+        partial.rename(to)
+        shutil.rmtree(folder)
 
 
 def _exchange(a: Path, b: Path) -> bool:
@@ -267,7 +281,7 @@ def _exchange(a: Path, b: Path) -> bool:
     if renameat2(at_cwd, os.fsencode(a), at_cwd, os.fsencode(b), exchange) == 0:
         return True
     code = ctypes.get_errno()
-    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EXDEV):
         return False
     raise OSError(code, os.strerror(code), str(b))
 
@@ -319,9 +333,12 @@ def interrupted(places: Places) -> bool:
 
 
 def clean(places: Places) -> None:
-    """Remove scratch files; a tree that is away comes back first."""
+    """Remove scratch files; a tree that was moved away comes back first."""
     old = places.scratch / "old"
-    if not places.tree.exists() and old.is_dir():
+    swapped = places.tree.exists() and not (places.scratch / "tree").exists()
+    if old.is_dir() and not swapped:
+        if places.tree.exists():
+            shutil.rmtree(places.tree)
         old.rename(places.tree)
     if places.scratch.exists():
         shutil.rmtree(places.scratch)

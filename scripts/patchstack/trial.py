@@ -13,6 +13,7 @@ from . import carry, checks, drift
 from .archive import PACKAGE
 from .carry import Carried, Choices, Outcome
 from .drift import Finding
+from .files import read_text
 from .history import History
 from .patches import FileDiff, Patch
 from .progress import note
@@ -156,7 +157,7 @@ def _codes(loaded: Stack, history: History, carried: list[Carried]) -> Iterator[
     """Our Python: own files of the package, and the lines that patches add."""
     for path in loaded.own:
         if path.startswith(PACKAGE) and path.endswith(".py"):
-            yield Code(path, (loaded.places.tree / path).read_text())
+            yield Code(path, read_text(loaded.places.tree / path))
     for it in carried:
         left_out = {
             file.path

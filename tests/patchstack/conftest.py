@@ -3,6 +3,8 @@
 Each test gets a copy of its own; making one from nothing would cost seconds.
 """
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -52,3 +54,22 @@ def bare(_bare, tmp_path):
 def stacked(_stacked, tmp_path):
     """A checkout with two patches, applied and committed."""
     return _stacked.copy(tmp_path / "stacked")
+
+
+@pytest.fixture
+def mount():
+    """Runs `mount OPTIONS... FOLDER`; needs root."""
+    if os.geteuid():
+        pytest.skip("mounting needs root")
+    mounted = []
+
+    def run(*command):
+        done = subprocess.run(["mount", *command], capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"cannot mount here: {done.stderr.strip()}")
+        if command[-1] not in mounted:
+            mounted.append(command[-1])
+
+    yield run
+    for folder in mounted:
+        subprocess.run(["umount", "-l", folder], check=True)

@@ -149,6 +149,24 @@ _HOSTILE = """\
     excludesFile = {attributes}
     fileMode = false
     symlinks = false
+    ignoreCase = true
+    splitIndex = true
+    untrackedCache = true
+    pager = false
+    editor = false
+    worktree = /nowhere
+    bare = true
+[color]
+    ui = always
+[feature]
+    manyFiles = true
+[i18n]
+    commitEncoding = latin1
+    logOutputEncoding = latin1
+[log]
+    showSignature = true
+[user]
+    useConfigOnly = true
 [commit]
     gpgSign = true
 [gpg]
@@ -185,6 +203,13 @@ _HOSTILE_VARIABLES = {
     "GIT_COMMITTER_NAME": "Mallory",
     "GIT_OBJECT_DIRECTORY": "/nowhere/objects",
     "GIT_DIFF_OPTS": "-u0",
+    "GIT_COMMON_DIR": "/nowhere",
+    "GIT_DEFAULT_HASH": "sha256",
+    "GIT_LITERAL_PATHSPECS": "0",
+    "GIT_PAGER": "false",
+    "GIT_TEMPLATE_DIR": "/nowhere",
+    "GIT_TRACE": "1",
+    "PAGER": "false",
     "LC_ALL": "de_DE.UTF-8",
 }
 

@@ -387,7 +387,7 @@ def test_missing_python_or_git_is_one_line(bare, tmp_path):
     )
     (tools / "git").symlink_to(shutil.which("git"))
     (tools / "python3").write_text(
-        "#!/bin/sh\ncode=$3\nshift 3\n"
+        "#!/bin/sh\ncode=$5\nshift 5\n"
         f"exec '{sys.executable}' -c 'import sys; sys.version_info = (3, 9, 1); "
         'exec(sys.argv.pop(1))\' "$code" "$@"\n'
     )

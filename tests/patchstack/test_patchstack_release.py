@@ -46,6 +46,17 @@ def run(repo):
     return done.stdout
 
 
+def test_release_needs_no_special_file_system(archives):
+    """Neither links nor names that differ in nothing but case."""
+    with tarfile.open(archives[0]) as sdist:
+        members = sdist.getmembers()
+    assert all(member.isfile() or member.isdir() for member in members)
+    with zipfile.ZipFile(archives[1]) as wheel:
+        files = {name for name in wheel.namelist() if not name.endswith("/")}
+    files |= {it.name.partition("/")[2] for it in members if it.isfile()}
+    assert len({name.casefold() for name in files}) == len(files)
+
+
 def test_tree_is_the_release_apart_from_the_stack(applied, archives):
     expected = {}
     with tarfile.open(archives[0]) as sdist:
