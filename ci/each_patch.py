@@ -132,7 +132,11 @@ def main(argv: Sequence[str]) -> int:
         description="Apply the series one patch at a time. The tests of each patch's "
         "Tests: line must pass at its place, and not all pass without it.",
     )
-    parser.add_argument("--json", action="store_true", help="result as JSON on stdout")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="result as JSON on stdout (docs/schemas/patches.v1.json)",
+    )
     options = parser.parse_args(argv)
     try:
         loaded = stack.load(REPO)

@@ -97,7 +97,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--commit", help="what to call this fork in the records")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON here")
     parser.add_argument(
-        "--json", action="store_true", help="JSON on standard output, no table"
+        "--json",
+        action="store_true",
+        help="JSON on standard output, no table (docs/schemas/bench-metadata.v1.json)",
     )
     options = parser.parse_args(arguments)
     for proxy in options.proxy:

@@ -262,7 +262,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--tokens", type=int, default=128, metavar="N")
     parser.add_argument("--prompt-tokens", type=int, default=512, metavar="N")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="for the result")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="for the result, which is printed too (docs/schemas/smoke.v1.json)",
+    )
     parser.add_argument(
         "--log", type=Path, default=Path("serve.log"), help="the server's log"
     )

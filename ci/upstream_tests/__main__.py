@@ -38,7 +38,11 @@ def main(argv: Sequence[str]) -> int:
         "passes on the base and not on the fork.",
     )
     parser.add_argument("--gpu", action="store_true", help="the list for a GPU machine")
-    parser.add_argument("--json", action="store_true", help="result as JSON on stdout")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="result as JSON on stdout (docs/schemas/upstream.v1.json)",
+    )
     parser.add_argument(
         "--fresh", action="store_true", help="run the base again, whatever is cached"
     )

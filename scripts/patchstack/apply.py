@@ -58,7 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     mode.add_argument(
         "--unapply", action="store_true", help="leave only our own files in vllm/"
     )
-    parser.add_argument("--json", action="store_true", help="result as JSON on stdout")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="result as JSON on stdout (docs/schemas/apply.v1.json)",
+    )
 
 
 def run(repo: Path, options: argparse.Namespace) -> int:

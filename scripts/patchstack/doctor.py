@@ -29,7 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PYTHON",
         help="the interpreter of the installation (default: %(default)s on PATH)",
     )
-    parser.add_argument("--json", action="store_true", help="as JSON on stdout")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="as JSON on stdout (docs/schemas/doctor.v1.json)",
+    )
 
 
 def run(repo: Path, options: argparse.Namespace) -> int:

@@ -30,7 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("out", metavar="OUT", help="the mailbox to write")
     parser.add_argument("--offline", action="store_true", help="use only the cache")
-    parser.add_argument("--json", action="store_true", help="result as JSON on stdout")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="result as JSON on stdout (docs/schemas/export.v1.json)",
+    )
 
 
 def run(repo: Path, options: argparse.Namespace) -> int:

@@ -95,7 +95,11 @@ exit codes, the first that holds:
         help="leave out a patch, or the edits of one file (may be repeated)",
     )
     parser.add_argument("--offline", action="store_true", help="use only the cache")
-    parser.add_argument("--json", action="store_true", help="report as JSON on stdout")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="report as JSON on stdout (docs/schemas/rebase.v1.json)",
+    )
     parser.add_argument(
         "--markdown", metavar="FILE", help="write the report for a pull request too"
     )

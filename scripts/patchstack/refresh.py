@@ -61,7 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text.add_argument("--upstream-status", help="none, filed WHERE, merged in VERSION")
     text.add_argument("--drop-when", help="what passes on a newer base without it")
     text.add_argument("--tests", help="the tests that guard it")
-    parser.add_argument("--json", action="store_true", help="result as JSON on stdout")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="result as JSON on stdout (docs/schemas/refresh.v1.json)",
+    )
 
 
 def run(repo: Path, options: argparse.Namespace) -> int:

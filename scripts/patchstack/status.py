@@ -21,7 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="check every rule of the stack; exit code 1 if one is broken",
     )
-    parser.add_argument("--json", action="store_true", help="as JSON on stdout")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="as JSON on stdout (docs/schemas/status.v1.json)",
+    )
 
 
 def run(repo: Path, options: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import schemas
 import synthetic
 
 STEP = "tests/test_engine.py::test_step"
@@ -63,7 +64,7 @@ def test_a_test_that_needs_a_later_patch_fails_at_its_place(guarded):
     name_tests(guarded, f"{STEP} {WIDTH}", WIDTH)
     done = each_patch(guarded, "--json")
     assert done.returncode == 1
-    first, second = json.loads(done.stdout)
+    first, second = schemas.conforming("patches.v1", json.loads(done.stdout))
     assert first["fault"] == "its tests fail at its place"
     assert "test_width" in first["log"]
     assert second["fault"] is None

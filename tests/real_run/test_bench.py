@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import schemas
 from bench import metadata, ported
 from bench.records import Record, aims, percentile, table
 from bench.switch import SETTLE, Switch, prompts
@@ -58,7 +59,9 @@ def test_percentiles():
 
 
 def test_the_records_are_what_readers_expect():
-    written = json.loads(metadata.as_json([record()]))
+    written = schemas.conforming(
+        "bench-metadata.v1", json.loads(metadata.as_json([record()]))
+    )
     assert set(written["records"][0]) >= {
         *("proxy", "batch", "query_len", "path", "host_us_p50", "host_us_p99"),
         *("launch_calls", "device_us", "step_ms_p50", "recordings"),
@@ -599,7 +602,8 @@ def test_json_alone_on_standard_output(monkeypatch, capsys):
     monkeypatch.setattr(metadata, "run_engine", engine)
     subset = ["--query-len", "1,6", "--path", "in_graph,recorded", "--proxy", "8"]
     assert metadata.main(["--json", *subset]) == 0
-    written = json.loads(capsys.readouterr().out)["records"]
+    written = json.loads(capsys.readouterr().out)
+    written = schemas.conforming("bench-metadata.v1", written)["records"]
     assert [(r["proxy"], r["query_len"]) for r in written] == [(8, 1)] * 2 + [
         (8, 6)
     ] * 2

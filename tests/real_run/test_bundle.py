@@ -13,6 +13,7 @@ from pathlib import Path
 
 import bundle.__main__ as command
 import pytest
+import schemas
 from bundle import fork, packages, patterns
 from bundle.errors import BundleError
 
@@ -130,7 +131,8 @@ def unbundle(stack: Path, *more: str):
 
 
 def manifest(stack: Path, archive: str) -> dict:
-    return json.loads(next(stack.glob(f"out/part*/{archive}.bundle.json")).read_text())
+    found = next(stack.glob(f"out/part*/{archive}.bundle.json"))
+    return schemas.conforming("bundle.v1", json.loads(found.read_text()))
 
 
 def tree_of(folder: Path) -> dict[str, bytes]:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import schemas
 from smoke import counters, serve_smoke
 
 LINE = (
@@ -133,7 +134,7 @@ def smoke(tmp_path, monkeypatch, capsys):
         result = json.loads(capsys.readouterr().out)
         assert result == json.loads((tmp_path / "out.json").read_text())
         assert_gone(int(log.read_text().split()[1]))
-        return code, result
+        return code, schemas.conforming("smoke.v1", result)
 
     return run
 

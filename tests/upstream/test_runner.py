@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import schemas
 from patchstack.base import Pin
 from patchstack.errors import StackError
 from patchstack.stack import sha256
@@ -379,13 +380,13 @@ def test_a_lost_test_is_named(project, capsys):
 
 def test_the_base_is_run_once(project, capsys):
     assert command.main(["--json"]) == 1
-    first = json.loads(capsys.readouterr().out)
+    first = schemas.conforming("upstream.v1", json.loads(capsys.readouterr().out))
     assert first["lost"] == [
         {"test": "tests/test_a.py::test_width[16]", "fork": "failed"}
     ]
     (project.fork / "vllm" / "__init__.py").write_text("WIDTH = 16\n")
     assert command.main(["--json"]) == 0
-    second = json.loads(capsys.readouterr().out)
+    second = schemas.conforming("upstream.v1", json.loads(capsys.readouterr().out))
     assert (first["base"]["cached"], second["base"]["cached"]) == (False, True)
     assert second["lost"] == []
     assert project.ran == [1]
