@@ -7,8 +7,8 @@ patches as commits; `tree` owns what lies in `vllm/`.
 
 For another release, `releases` records it, `carry` brings the patches over,
 `symbols`, `uses` and `drift` compare what our code takes from upstream, `trial`
-is the verdict, `report` its words, `accept` makes it the stack.  `undo` takes back
-what `accept` or `refresh` could not finish; `files` reads text.
+is the verdict, `report` its words, `accept` makes it the stack, `needs` its
+requirements ours.  `undo` takes back what `accept` or `refresh` could not finish.
 
 The commands (`apply`, `refresh`, `rebase`, `export`, `status`, `doctor`) are thin.
 Standard library and git only.

@@ -10,10 +10,11 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from . import apply, base, checks, fetch, patches, stack, tree, undo
+from . import apply, base, checks, fetch, needs, patches, stack, tree, undo
 from .base import Archive
 from .carry import Carried
 from .errors import StackError
+from .files import read_text
 from .history import History
 from .stack import Stack
 from .trial import Trial
@@ -56,6 +57,11 @@ def accept(
     return [
         f"{base.FILE}: vLLM {version}",
         f"vllm/{checks.VERSION_FILE}: {checks.own_version(places.tree)}",
+        *(
+            [f"vllm/{needs.FILE}: requirements: lock them (ci/requirements/lock.sh)"]
+            if f"vllm/{needs.FILE}" in files
+            else []
+        ),
         *(f"patches/{it.new.name}: {it.outcome}" for it in trial.patches if it.new),
         *(f"patches/{name}: taken off the series" for name in gone),
     ]
@@ -86,6 +92,10 @@ def _rewritten(
             version_file.read_text(), trial.releases.new_version
         ).encode(),
     }
+    added, removed = trial.needs_added, trial.needs_removed
+    if needs.FILE in loaded.own and (added or removed):
+        project = read_text(loaded.places.tree / needs.FILE)
+        files[f"vllm/{needs.FILE}"] = needs.rewritten(project, added, removed).encode()
     faults = []
     for it in carried:
         assert it.new is not None
@@ -130,6 +140,9 @@ def _base(
             text = base.without_pin(text, path)
         else:
             text = base.with_pin(text, path, digest)
+    for it in trial.patches:
+        if it.new is None and it.old.topic in loaded.base.budgets:
+            text = base.without_budget(text, it.old.topic)
     found = base.parse(text)
     stated = {pin.path: pin.sha256 for pin in (*found.replaces, *found.removes)}
     wanted = {path: digest for path, digest in pins.items() if digest}

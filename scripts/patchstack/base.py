@@ -159,11 +159,18 @@ def with_replaced(text: str, pin: Pin) -> str:
 
 def without_pin(text: str, path: str) -> str:
     """`upstream.toml` without the `[[replaces]]` or `[[removes]]` entry of `path`."""
+    return _without_entry(text, "replaces|removes", "path", path)
+
+
+def without_budget(text: str, topic: str) -> str:
+    """`upstream.toml` without the `[[budget]]` entry of a patch."""
+    return _without_entry(text, "budget", "patch", topic)
+
+
+def _without_entry(text: str, tables: str, key: str, value: str) -> str:
     line = r"(?:[^\[#\n].*\n)*"
-    name = re.escape(f"path = {_quoted(path)}\n")
-    entry = re.compile(
-        rf"^\[\[(?:replaces|removes)\]\]\n{line}?{name}{line}\n?", re.MULTILINE
-    )
+    name = re.escape(f"{key} = {_quoted(value)}\n")
+    entry = re.compile(rf"^\[\[(?:{tables})\]\]\n{line}?{name}{line}\n?", re.MULTILINE)
     return entry.sub("", text, count=1).rstrip("\n") + "\n"
 
 

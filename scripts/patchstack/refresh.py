@@ -324,12 +324,20 @@ class _Work:
         if self.history.tree_of(built.head) != tree_id:
             raise StackError("the new patches do not make the tree: please report this")
         touches = self._touches(kept)
+        left = {patch.topic for patch in kept}
+
+        def rewrite(text: str) -> str:
+            if touches != loaded.base.touches:
+                text = base.with_touches(text, touches)
+            for topic in loaded.base.budgets.keys() - left:
+                text = base.without_budget(text, topic)
+            return text
+
         names = [stack.SERIES, *loaded.raw.keys(), *(raw.keys() - loaded.raw.keys())]
         files = [base.FILE, *(f"patches/{name}" for name in names)]
         with tree.signals_blocked():
             with undo.on_failure(places, files):
-                if touches != loaded.base.touches:
-                    self._write_base(lambda text: base.with_touches(text, touches))
+                self._write_base(rewrite)
                 places.patches.mkdir(exist_ok=True)
                 for name, data in raw.items():
                     if data != loaded.raw.get(name):

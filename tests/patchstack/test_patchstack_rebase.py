@@ -10,7 +10,7 @@ import urllib.parse
 
 import pytest
 import synthetic
-from patchstack import fetch
+from patchstack import fetch, needs
 
 ENGINE = synthetic.ENGINE
 MOVED = "# Engines.\n\nSPEED = 1\n\n\n" + ENGINE
@@ -277,8 +277,74 @@ def test_what_gives_way_has_changed(stacked, release):
         "it\n"
     ) in out
     assert "needs    1 requirement changed\n  + numpy>2\n" in out
-    accept(stacked, newer)
+    project = stacked.text("pyproject.toml")
+    done = accept(stacked, newer)
     assert "setup.py" not in (stacked.repo / "upstream.toml").read_text()
+    assert (
+        "vllm/pyproject.toml: requirements: lock them (ci/requirements/lock.sh)\n"
+    ) in done
+    assert stacked.text("pyproject.toml") == project.replace(
+        "\n]\n\n[project.opt", '\n    "numpy>2",\n]\n\n[project.opt'
+    )
+
+
+def test_an_accept_that_cannot_rewrite_the_requirements(stacked, release):
+    needs = synthetic.RELEASE["PKG-INFO"].replace(
+        "\n\nText", "\nRequires-Dist: numpy>2\n\nText"
+    )
+    release({"PKG-INFO": needs})
+    stacked.edit("pyproject.toml", "dependencies = [\n", "dependencies = [ # ours\n")
+    stacked.commit()
+    rebase(stacked, "9.10.0", code=4)
+    before = stacked.snapshot()
+    assert stacked.fails("rebase", "--accept") == (
+        "the dependencies of vllm/pyproject.toml are not a list with one a line: put "
+        "them back into that form (git log -p vllm/pyproject.toml)"
+    )
+    assert stacked.snapshot() == before
+
+
+PROJECT = """\
+[project]
+dependencies = [
+    # Ours.
+    "cuda-python>=13",
+    "numpy",
+    'six; python_version > "3.11"',
+    "Foo_Bar<2",
+]
+[tool.x]
+"""
+
+
+@pytest.mark.parametrize(
+    ("added", "removed", "expected"),
+    [
+        (["numpy>2"], ["numpy"], PROJECT.replace('"numpy"', '"numpy>2"')),
+        ([], ["numpy", "gone"], PROJECT.replace('    "numpy",\n', "")),
+        (["foo-bar<3"], ["Foo_Bar<2"], PROJECT.replace("Foo_Bar<2", "foo-bar<3")),
+        (
+            ['z; os_name == "x"'],
+            ['six; python_version > "3.11"'],
+            PROJECT.replace("    'six; python_version > \"3.11\"',\n", "").replace(
+                "]\n[tool", "    'z; os_name == \"x\"',\n]\n[tool"
+            ),
+        ),
+    ],
+)
+def test_requirements_are_carried_over(added, removed, expected):
+    assert needs.rewritten(PROJECT, added, removed) == expected
+
+
+def test_the_budget_of_a_patch_goes_with_it(stacked, release):
+    budget = '\n[[budget]]\npatch = "wide-layers"\nlines = 60\nwhy = "long"\n'
+    with (stacked.repo / "upstream.toml").open("a") as pins:
+        pins.write(budget)
+    stacked.commit()
+    newer = release(TAKEN)
+    rebase(stacked, "9.10.0", code=5)
+    accept(stacked, newer)
+    assert "[[budget]]" not in (stacked.repo / "upstream.toml").read_text()
 
 
 def test_upstream_comes_to_have_our_file(stacked, release):

@@ -345,3 +345,14 @@ def test_patches_are_mail_that_git_takes(stacked, tmp_path):
     for path in texts:
         assert (clone / path).read_text() == stacked.text(path)
     assert "Why: it is needed" in other.git("log", "-1", "--format=%B")
+
+
+def test_the_budget_of_a_dropped_patch_goes_with_it(stacked):
+    with (stacked.repo / "upstream.toml").open("a") as pins:
+        pins.write('[[budget]]\npatch = "wide-layers"\nlines = 60\nwhy = "long"\n')
+    stacked.edit("vllm/layers.py", "16", "8")
+    out = stacked.ok("refresh")
+    assert "0002-wide-layers.patch: dropped, nothing is left of its edit" in out
+    assert "[[budget]]" not in (stacked.repo / "upstream.toml").read_text()
+    stacked.commit()
+    stacked.ok("status", "--check")
