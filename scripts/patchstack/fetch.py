@@ -1,5 +1,6 @@
 """Release files from the package index, through a cache keyed by content."""
 
+import errno
 import json
 import os
 import shutil
@@ -53,7 +54,9 @@ def fetch(archive: Archive, version: str, offline: bool) -> Path:
             fetched = _download(archive, version, Path(temporary))
             verify(fetched, archive)
             fetched.replace(place)
-    except PermissionError as fault:
+    except OSError as fault:
+        if fault.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
         raise StackError(
             f"cannot write to the cache: {fault}: set PATCHSTACK_CACHE to a folder "
             "of yours"

@@ -175,6 +175,7 @@ def test_doctor(stacked, python, tmp_path):
     assert faults() == [f"vllm is not installed for {python}: pip install -e vllm"]
     pip(python, stacked, "-e")
     assert faults() == []
+    assert facts()["decode"].startswith("unknown (ModuleNotFoundError: ")
     library = stacked.tree / "vllm" / "_C.abi3.so"
     library.write_bytes(b"another build")
     assert faults() == [
