@@ -23,7 +23,7 @@ sys.path.insert(0, str(REPO / "scripts"))
 from patchstack import base, stack  # noqa: E402
 from patchstack.errors import StackError, count  # noqa: E402
 from patchstack.patches import Patch  # noqa: E402
-from patchstack.progress import note  # noqa: E402
+from patchstack.progress import heartbeat, note, step  # noqa: E402
 from patchstack.stack import SERIES, Stack  # noqa: E402
 
 # What a checkout needs beside its own files, to be applied and tested.
@@ -113,6 +113,7 @@ def check(loaded: Stack, scratch: Scratch) -> list[Result]:
     scratch.apply(loaded, [])
     for at, patch in enumerate(series):
         started = time.monotonic()
+        step(patch.name)
         without = scratch.test(tests[at])
         fault, log = None, ""
         if without.returncode == 0:
@@ -140,7 +141,10 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     try:
         loaded = stack.load(REPO)
-        with tempfile.TemporaryDirectory(prefix="each-patch-") as temporary:
+        with (
+            heartbeat("applying the base"),
+            tempfile.TemporaryDirectory(prefix="each-patch-") as temporary,
+        ):
             results = check(loaded, Scratch(Path(temporary)))
     except StackError as fault:
         print(f"error: {fault}", file=sys.stderr)

@@ -13,6 +13,7 @@ from types import FrameType
 
 from .errors import StackError
 from .gitcmd import GitError
+from .progress import heartbeat
 
 COMMANDS = ("apply", "refresh", "status", "doctor", "rebase", "export")
 _WHOLE = "the tree is whole: run it again when you like"
@@ -46,7 +47,8 @@ def main(argv: list[str]) -> int:
             # File names may be any bytes.
             stream.reconfigure(errors="backslashreplace")
     try:
-        code = command.run(_repo(), options)
+        with heartbeat(name):
+            code = command.run(_repo(), options)
         if sys.stdout:
             # Here, where a reader that has gone can still be seen.
             sys.stdout.flush()

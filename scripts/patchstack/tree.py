@@ -25,7 +25,7 @@ from .base import file_sha256
 from .errors import StackError, some
 from .gitcmd import Git, GitError, names
 from .history import History
-from .progress import note
+from .progress import note, step
 from .stack import Places
 
 MARKER = ".stack.json"
@@ -341,6 +341,7 @@ def clean(places: Places) -> None:
             shutil.rmtree(places.tree)
         old.rename(places.tree)
     if places.scratch.exists():
+        step("removing scratch files")
         shutil.rmtree(places.scratch)
 
 

@@ -5,6 +5,7 @@ import hashlib
 import io
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -212,6 +213,11 @@ _HOSTILE_VARIABLES = {
     "PAGER": "false",
     "LC_ALL": "de_DE.UTF-8",
 }
+
+
+def said(stderr: str) -> list[str]:
+    """Lines on stderr, without those that only tell how long a step takes."""
+    return [it for it in stderr.splitlines() if not re.fullmatch(r"  .*: \d+ s", it)]
 
 
 @dataclass(frozen=True)

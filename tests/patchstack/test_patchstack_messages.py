@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import venv
 from pathlib import Path
 from types import SimpleNamespace
@@ -165,7 +166,7 @@ def test_number_of_faults(stacked):
     place = stacked.repo / "patches" / "left"
     place.write_text("")
     done = stacked.run("status", "--check")
-    assert done.stderr == "error: 1 fault: mend each as its line says\n"
+    assert synthetic.said(done.stderr) == ["error: 1 fault: mend each as its line says"]
     assert done.stdout == "patches/left is not in patches/series: add or delete it\n"
     place.unlink()
     found = stacked.ok("status", "--check")
@@ -184,13 +185,15 @@ def test_words_of_apply(stacked):
     found = stacked.ok("apply", "--unapply")
     assert re.sub(r"\d\.\d", "0.0", found) == "vllm/ holds only our own files (0.0 s)\n"
     done = stacked.run("apply")
-    assert done.stderr.splitlines() == [
+    assert synthetic.said(done.stderr) == [
         f"  unpacking {stacked.upstream.sdist.name}",
         "  recording 15 files of the base",
         f"  unpacking {stacked.upstream.wheel.name}",
     ]
     (stacked.repo / ".tree.new").mkdir()
-    assert stacked.run("apply").stderr == "  cleaning up after an interrupted run\n"
+    assert synthetic.said(stacked.run("apply").stderr) == [
+        "  cleaning up after an interrupted run"
+    ]
 
 
 def test_tree_for_another_machine(bare):
@@ -381,7 +384,7 @@ def test_dropped_from_the_cache(bare, capfd):
     place = next(bare.cache.glob("archives/*/*.tar.gz"))
     place.write_bytes(b"junk")
     done = bare.run("apply", "--offline")
-    assert done.stderr.splitlines()[0] == (
+    assert synthetic.said(done.stderr)[0] == (
         f"  dropped {place}: its content is not what upstream.toml pins"
     )
 
@@ -414,6 +417,38 @@ def test_patch_without_a_mail():
     assert str(fault.value) == (
         "patches/0001-a.patch is not a git format-patch mail: no From line first"
     )
+
+
+def test_step_that_takes_long(monkeypatch, capfd):
+    monkeypatch.setattr(progress, "PERIOD_S", 0.2)
+    with progress.heartbeat("apply"):
+        time.sleep(0.35)
+        progress.note("copying")
+        time.sleep(0.7)
+        progress.step("removing scratch files")
+    # Whole seconds, which these are too short for; how many depends on the machine.
+    assert list(dict.fromkeys(capfd.readouterr().err.splitlines())) == [
+        "  apply: 0 s",
+        "  copying",
+        "  copying: 0 s",
+    ]
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_progress_takes_no_signal(name):
+    """One that the main thread has put off must wait, whoever else runs."""
+    script = f"""
+import os, signal, sys
+sys.path.insert(0, {str(synthetic.REPO / "scripts")!r})
+from patchstack import progress, tree
+signal.signal(signal.{name}, lambda *_: print("interrupted", flush=True))
+with progress.heartbeat("x"):
+    with tree.signals_blocked():
+        os.kill(os.getpid(), signal.{name})
+        print("written", flush=True)
+"""
+    out = subprocess.check_output([sys.executable, "-c", script], text=True)
+    assert out == "written\ninterrupted\n"
 
 
 def test_long_conflict_is_cut():
@@ -481,7 +516,7 @@ def test_pins_in_another_form(stacked, tmp_path):
     rewrite(toml(stacked), 'version = "9.9.0"', 'version="9.9.0"')
     done = stacked.run("rebase", "9.10.0")
     assert done.returncode == 0
-    assert done.stderr.splitlines() == [
+    assert synthetic.said(done.stderr) == [
         f"  unpacking {newer.sdist.name}",
         "  recording vLLM 9.10.0",
         "  trying 2 patches on vLLM 9.10.0",
