@@ -61,6 +61,8 @@ default --reasoning-parser deepseek_v41
 model=()
 if [[ -n $proxy ]]; then
     [[ $proxy == 40 || $proxy == 8 ]] || fail "--proxy $proxy: choose 40 or 8"
+    [[ -n ${XDG_CACHE_HOME:-}${HOME:-} ]] ||
+        fail "set HOME or XDG_CACHE_HOME: the proxy's files are written below it"
     folder=${XDG_CACHE_HOME:-$HOME/.cache}/vllm-dsv41/proxy-$proxy
     model=("$folder")
     default --load-format dummy

@@ -177,3 +177,11 @@ def test_help(home):
     result = serve("--help", home=home)
     assert result.returncode == 0
     assert result.stdout.startswith("usage: serve.sh")
+
+
+def test_user_without_a_home(home):
+    done = serve("--proxy", "8", "--dry-run", home=home, HOME="")
+    assert done.returncode == 1
+    assert done.stderr == (
+        "serve.sh: set HOME or XDG_CACHE_HOME: the proxy's files are written below it\n"
+    )
