@@ -37,12 +37,16 @@ class Seen:
     differing: list[str] = field(default_factory=list)
 
 
+def packed(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.flatten().clone(memory_format=torch.contiguous_format)
+
+
 def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     if a is None or b is None:
         return a is b
-    return torch.equal(
-        a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
-    )
+    # Bitwise: some are no numbers.
+    first, second = (packed(t).view(torch.uint8) for t in (a, b))
+    return torch.equal(first, second)
 
 
 class OwnPlans:

@@ -24,7 +24,10 @@ from vllm.models.deepseek_v41.nvidia.flashinfer_sparse import (
 from vllm.models.deepseek_v41.nvidia.flashmla import (
     DeepseekSparseSWAFlashMLAMetadataBuilder,
 )
-from vllm.models.deepseek_v41.sparse_mla import DeepseekV4FlashMLAMetadataBuilder
+from vllm.models.deepseek_v41.sparse_mla import (
+    DeepseekV4FlashMLAMetadataBuilder,
+    DeepseekV4SparseMLAMetadataBuilder,
+)
 from vllm.v1.attention.backends.mla import indexer
 from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerMetadataBuilder
 from vllm.v1.attention.backends.mla.sparse_indexer import (
@@ -76,8 +79,23 @@ class _Source:
     slots: torch.Tensor
     table: torch.Tensor
     clamp: bool
-    split: int
-    scale: int
+    split: int = 1
+    scale: int = 1
+
+    @classmethod
+    def of(
+        cls,
+        group: AttentionGroup,
+        slots: torch.Tensor,
+        table: torch.Tensor,
+        clamp: bool,
+    ) -> "_Source":
+        """For groups whose kernels see smaller blocks, as ``AttentionGroup`` maps
+        them."""
+        if group.kernel_block_size is None:
+            return cls(slots, table, clamp)
+        split = group.kv_cache_spec.block_size // group.kernel_block_size
+        return cls(slots, table, clamp, split, group.kernel_block_stride or split)
 
     def job(self, kind: Kind, *outs: torch.Tensor | None, **values: int) -> Job:
         addresses = [0 if out is None else out.data_ptr() for out in outs]
@@ -165,6 +183,14 @@ def _indexer_jobs(builder: Any, metadata: Any, source: _Source) -> list[Job]:
     return jobs + [source.job(Kind.CONTEXT, *each, ratio=ratio) for each in outs]
 
 
+def _clamps(builder: Any) -> bool:
+    """Whether the builder takes negative blocks for the null block, in its table
+    itself."""
+    return isinstance(builder, DeepseekV4SparseMLAMetadataBuilder) and (
+        builder.compress_ratio > 1
+    )
+
+
 _JOBS: dict[type, Callable[[Any, Any, _Source], list[Job]]] = {
     DeepseekSparseSWAFlashMLAMetadataBuilder: _window_jobs,
     DeepseekSparseSWAFlashInferMetadataBuilder: _window_jobs,
@@ -184,6 +210,21 @@ class _Schedule(NamedTuple):
     block_size: int
     num_sms: int
     out: torch.Tensor
+
+    @classmethod
+    def of(cls, builder: Any, decode: Any) -> list["_Schedule"]:
+        """That of ``builder``, if it makes one."""
+        if not (indexer.current_platform.is_cuda() and indexer.has_deep_gemm()):
+            return []
+        return [
+            cls(
+                decode.seq_lens,
+                decode.indices,
+                builder.kv_cache_spec.num_states,
+                builder.num_sms,
+                decode.schedule_metadata,
+            )
+        ]
 
     def write(self) -> None:
         self.out.copy_(
@@ -227,35 +268,31 @@ class FusedBuild:
         jobs: dict[tuple[int, ...], Job] = {}
         schedules: list[_Schedule] = []
         left: AttnGroups = [[] for _ in attn_groups]
-        max_window = 1
-        # Tables that a builder clamps in place, which shows in the later groups'
-        # copies of them only, and tables whose builders are left to run later.
-        clamped: set[int] = set()
+        # Addresses of the tables read so far, and of those clamped in place, as
+        # later groups see them.
         read: set[int] = set()
+        clamped: set[int] = set()
         for index, groups in enumerate(attn_groups):
             table = inputs.block_tables[index]
             address = table.data_ptr()
             for group in groups:
                 builder = group.get_metadata_builder()
                 metadata = attn_metadata[group.layer_names[0]]
-                jobs_of = _JOBS.get(type(builder))
-                clamps = jobs_of is _compressed_kv_jobs and builder.compress_ratio > 1
+                clamps = _clamps(builder)
                 in_place = clamps and group.kernel_block_size is None
-                if jobs_of is None or left[index] or (in_place and address in read):
+                if (
+                    type(builder) not in _JOBS
+                    # Builders run in order: what follows one that is left may
+                    # read what it writes.
+                    or left[index]
+                    # Nor may a clamp race with a group that is to read before it.
+                    or (in_place and address in read)
+                ):
                     left[index].append(group)
                     continue
-                split = scale = 1
-                if group.kernel_block_size is not None:
-                    split = group.kv_cache_spec.block_size // group.kernel_block_size
-                    scale = group.kernel_block_stride or split
-                source = _Source(
-                    inputs.slot_mappings[index],
-                    table,
-                    clamps or address in clamped,
-                    split,
-                    scale,
-                )
-                of_group = jobs_of(builder, metadata, source)
+                clamp = clamps or address in clamped
+                source = _Source.of(group, inputs.slot_mappings[index], table, clamp)
+                of_group = _JOBS[type(builder)](builder, metadata, source)
                 if group.kernel_block_table is not None:
                     kernel_table = group.kernel_block_table[0, : inputs.num_reqs]
                     of_group.append(source.table_job(Kind.TABLE, kernel_table))
@@ -263,20 +300,10 @@ class FusedBuild:
                     of_group.append(source.table_job(Kind.TABLE, table))
                     clamped.add(address)
                 read.add(address)
-                # Groups share a token-to-request map.
+                # Groups share a token-to-request map: one job is enough.
                 jobs |= {(job.kind, *job.outs): job for job in of_group}
-                max_window = max(max_window, *(job.window for job in of_group))
-                if jobs_of is _indexer_jobs and _has_schedule():
-                    decode = metadata.decode
-                    schedules.append(
-                        _Schedule(
-                            decode.seq_lens,
-                            decode.indices,
-                            builder.kv_cache_spec.num_states,
-                            builder.num_sms,
-                            decode.schedule_metadata,
-                        )
-                    )
+                if isinstance(builder, DeepseekV32IndexerMetadataBuilder):
+                    schedules += _Schedule.of(builder, metadata.decode)
         return cls(
             inputs,
             attn_metadata,
@@ -285,7 +312,7 @@ class FusedBuild:
             list(jobs.values()),
             schedules,
             max_num_reqs,
-            max_window,
+            max((job.window for job in jobs.values()), default=1) or 1,
         )
 
     @property
@@ -324,7 +351,3 @@ class FusedBuild:
             and [schedule.out.data_ptr() for schedule in self._schedules]
             == [schedule.out.data_ptr() for schedule in other._schedules]
         )
-
-
-def _has_schedule() -> bool:
-    return indexer.current_platform.is_cuda() and indexer.has_deep_gemm()

@@ -15,6 +15,7 @@ from vllm.logger import init_logger
 
 from ..attention.decode_metadata import BuildFn, FusedBuild
 from .fused_builds import FusedBuilds
+from .recordable import without_holders
 
 logger = init_logger(__name__)
 
@@ -46,7 +47,7 @@ class InGraphBuilds:
             proven.launch()
             self._captured.add(shape)
         elif not any(build.left) and self._fused.prove(build, build_upstream):
-            self._metadata[shape] = build_upstream(build.attn_groups)
+            self._metadata[shape] = without_holders(build_upstream(build.attn_groups))
             build.launch()
 
     def leave_out(self, shape: tuple[int, int]) -> None:

@@ -83,6 +83,8 @@ class AttnMetadataCudaGraphs:
         self._vllm_config = vllm_config
         self._decode_query_len = decode_query_len
         self._graphs: dict[GraphKey, _Recorded] = {}
+        # By padded requests and tokens.
+        self._in_graph: dict[tuple[int, int], dict[str, Any]] = {}
         self._side_streams: list[torch.cuda.Stream] = []
         self._recording: Recording | None = None
         self.stats = MetadataGraphStats()
@@ -253,11 +255,15 @@ class AttnMetadataCudaGraphs:
     ) -> None:
         """As ``capture_fused`` of a build that leaves no group, but launched anew on
         every step."""
-        self._keep(key, Served.LAUNCHED, fused.launch, attn_metadata, device_driven=True)
+        self._keep(
+            key, Served.LAUNCHED, fused.launch, attn_metadata, device_driven=True
+        )
 
     def keep_in_graph(self, key: GraphKey, attn_metadata: dict[str, Any]) -> None:
-        """The forward graphs of ``key`` refresh ``attn_metadata`` themselves."""
+        """The forward graphs of ``key`` refresh ``attn_metadata``, which holds
+        nothing that a forward could fill."""
         self._keep(key, Served.IN_GRAPH, _nothing, attn_metadata, device_driven=True)
+        self._in_graph[key.num_reqs, key.num_tokens] = attn_metadata
 
     def _record(self, build: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         """What ``build`` returns while it is recorded, and its replay."""
@@ -280,24 +286,23 @@ class AttnMetadataCudaGraphs:
         device_driven: bool,
     ) -> None:
         holders = OneStepHolders.of(attn_metadata)
-        self._graphs[key] = _Recorded(served, refresh, attn_metadata, holders, device_driven)
+        self._graphs[key] = _Recorded(
+            served, refresh, attn_metadata, holders, device_driven
+        )
 
     def served(self) -> Counter[Served]:
         """How many keys are served each way."""
         return Counter(recorded.served for recorded in self._graphs.values())
 
-    def in_graph_metadata(self, input_batch: InputBatch) -> dict[str, Any] | None:
-        """As ``key`` and ``replay`` of a FULL step, if its forward graph refreshes
-        its own metadata; else None, and nothing is counted."""
-        key = padded_key(input_batch)
-        recorded = self._graphs.get(key)
-        if (
-            recorded is None
-            or recorded.served != Served.IN_GRAPH
-            or input_batch.fast_prefill is not None
-        ):
-            return None
-        return self.replay(key)
+    def in_graph(self, input_batch: InputBatch) -> dict[str, Any] | None:
+        """The metadata of a FULL step whose forward graph refreshes it, counted;
+        else None. What ``key`` and ``replay`` come to, at a fraction of the time."""
+        attn_metadata = self._in_graph.get(
+            (input_batch.num_reqs_after_padding, input_batch.num_tokens_after_padding)
+        )
+        if attn_metadata is not None:
+            self.stats.served[Served.IN_GRAPH] += 1
+        return attn_metadata
 
     def replay(self, key: GraphKey) -> dict[str, Any] | None:
         """Refresh what the forward graphs of ``key`` read, the way it was recorded,
@@ -333,6 +338,7 @@ class AttnMetadataCudaGraphs:
     def release(self) -> None:
         """Drop the recordings and the verdict of ``can_record``."""
         self._graphs.clear()
+        self._in_graph.clear()
         self._recording = None
 
     def _forked_build(

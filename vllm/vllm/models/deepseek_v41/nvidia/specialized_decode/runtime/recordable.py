@@ -16,6 +16,7 @@ the host values may be is the builder's declaration:
 Declarations hold for the exact type: a subclass may override anything.
 """
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from enum import IntEnum
@@ -116,3 +117,21 @@ class OneStepHolders(NamedTuple):
 
 
 _have_initialized = attrgetter("have_initialized")
+
+
+def without_holders(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of ``metadata`` for reading: a forward that is given it fails at the
+    first one-step holder, instead of filling one that outlives the step."""
+    copies: dict[int, Any] = {}
+    for layer_metadata in metadata.values():
+        copied = copies[id(layer_metadata)] = copy.copy(layer_metadata)
+        for field in dataclasses.fields(copied):
+            value = getattr(copied, field.name)
+            if (
+                isinstance(value, (FlashMLASchedMeta, SparseMQARowsMetadata))
+                or field.name == "flashinfer_sparse_index_cache"
+            ):
+                setattr(copied, field.name, None)
+    return {
+        layer: copies[id(layer_metadata)] for layer, layer_metadata in metadata.items()
+    }

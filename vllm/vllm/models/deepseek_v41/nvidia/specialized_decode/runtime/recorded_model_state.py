@@ -241,12 +241,14 @@ class DeepseekV41RecordedModelState(DeepseekV41ModelState):
         # A FULL graph that refreshes its own metadata needs nothing from the host
         # but the replay starts, which are zero and stay so in decode steps.
         if (
-            cudagraph_mode == CUDAGraphMode.FULL
+            cudagraph_mode is CUDAGraphMode.FULL
             and not input_batch.has_prefill
-            and self._replay_starts_are_zero(input_batch.num_reqs)
-            and self._recording is None
+            and (
+                input_batch.num_reqs <= self._zero_replay_starts
+                or self._replays_nothing()
+            )
         ):
-            attn_metadata = self.graphs.in_graph_metadata(input_batch)
+            attn_metadata = self.graphs.in_graph(input_batch)
             if attn_metadata is not None:
                 self._log_stats_if_due()
                 return attn_metadata
@@ -265,19 +267,20 @@ class DeepseekV41RecordedModelState(DeepseekV41ModelState):
         **kwargs: Any,
     ) -> dict[str, Any]:
         eager_build = super()._build_attn_metadata
-        if self._recording is not None:
-            attn_metadata = self._record_build(
-                self._recording,
-                PaddedBuild(
-                    eager_build,
-                    input_batch,
-                    block_tables,
-                    slot_mappings,
-                    attn_groups,
-                    kv_cache_config,
-                    self._replay_start,
-                ),
+
+        def padded_build() -> PaddedBuild:
+            return PaddedBuild(
+                eager_build,
+                input_batch,
+                block_tables,
+                slot_mappings,
+                attn_groups,
+                kv_cache_config,
+                self._replay_start,
             )
+
+        if self._recording is not None:
+            attn_metadata = self._record_build(self._recording, padded_build())
             self._recorded_owners = _owners(
                 input_batch, block_tables, slot_mappings, attn_groups
             )
@@ -308,16 +311,7 @@ class DeepseekV41RecordedModelState(DeepseekV41ModelState):
         )
         share_plans(attn_metadata, attn_groups)
         if for_capture and self.metadata_graphs == MetadataGraphs.AUTO:
-            build = PaddedBuild(
-                eager_build,
-                input_batch,
-                block_tables,
-                slot_mappings,
-                attn_groups,
-                kv_cache_config,
-                self._replay_start,
-            )
-            self._for_capture = attn_metadata, build
+            self._for_capture = attn_metadata, padded_build()
         return attn_metadata
 
     def _record_build(self, key: GraphKey, build: PaddedBuild) -> dict[str, Any]:
@@ -369,10 +363,8 @@ class DeepseekV41RecordedModelState(DeepseekV41ModelState):
                 self._zero_replay_starts = 0 if replays else num_reqs
         return self._replay_start[:num_reqs]
 
-    def _replay_starts_are_zero(self, num_reqs: int) -> bool:
-        """Whether the requests of a decode step have zeros in _replay_start."""
-        if num_reqs <= self._zero_replay_starts:
-            return True
+    def _replays_nothing(self) -> bool:
+        """Whether no request ever has a replay start."""
         return (
             self._replay is not None
             and not self._replay[0]
