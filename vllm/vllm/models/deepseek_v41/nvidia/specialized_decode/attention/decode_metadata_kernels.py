@@ -18,17 +18,21 @@ from vllm.utils.math_utils import next_power_of_2
 
 
 class Kind(IntEnum):
-    """What a job writes for a token (TABLE: for a request)."""
+    """What a job writes for a token (TABLE: for a request).
+
+    For padding tokens slots are -1, lengths and states 0, and the rest is named.
+    """
 
     REQUEST = 0
-    """outs[0] [tokens] int32: its request."""
+    """outs[0] [tokens] int32: its request; the last one for padding."""
     WINDOW = 1
     """outs[0] [tokens] bool: whether it has a slot; outs[1] [tokens] int32: the
     length of its window; outs[2] [tokens, window] int32: the window's slots."""
     COMPRESSED_SLOT = 2
     """outs[0] [tokens] int64: the slot of the compressed state it completes."""
     RING_SLOT = 3
-    """outs[0] [tokens] int64: its slot in the request's ring of block_size."""
+    """outs[0] [tokens] int64: its slot in the request's ring of block_size, -1 if
+    the ring is the null block."""
     CONTEXT = 4
     """outs[0] [tokens] int32: compressed states up to it; outs[1] [requests]
     int32: query length; outs[2] [tokens] int32: 1; outs[3] [tokens] int32: its
@@ -36,7 +40,8 @@ class Kind(IntEnum):
     TABLE = 5
     """outs[0] [requests, out_columns] int32: the request's kernel blocks."""
     TOKEN_TABLE = 6
-    """outs[0] [tokens, out_columns] int32: its request's kernel blocks."""
+    """outs[0] [tokens, out_columns] int32: its request's kernel blocks; those of the
+    null block for padding."""
 
 
 class Job(NamedTuple):
@@ -53,7 +58,7 @@ class Job(NamedTuple):
     out_stride: int = 0
     out_columns: int = 0
     slots: int = 0
-    """[tokens] int64, negative for a token that is not to be cached."""
+    """[tokens] int64, negative for padding and for a token not to be cached."""
     table: int = 0
     table_stride: int = 0
     split: int = 1
@@ -253,6 +258,7 @@ def write_decode_metadata(
     """Run ``jobs`` for ``num_tokens`` tokens of ``num_reqs`` requests, both with
     padding.
 
+    There are at least as many tokens as requests, as each program may serve one.
     ``query_start_loc`` [num_reqs + 1] int32 ends in the number of real tokens,
     ``seq_lens`` [num_reqs] int32 counts each request's tokens after the step,
     ``positions`` [num_tokens] is int64, ``replay_start`` [num_reqs] int32 is the
