@@ -175,6 +175,7 @@ def _indexer_jobs(builder: Any, metadata: Any, source: _Source) -> list[Job]:
     per_token = decode.block_table.data_ptr() == (
         builder.expanded_block_table_buffer.data_ptr()
     )
+    outs: list[tuple[torch.Tensor | None, ...]]
     if per_token:
         outs = [(states, query_lens, decode.decode_lens, decode.indices)]
         jobs.append(source.table_job(Kind.TOKEN_TABLE, decode.block_table))
