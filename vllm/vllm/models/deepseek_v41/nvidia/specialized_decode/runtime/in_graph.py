@@ -8,6 +8,7 @@ graph is served alike. For that the build must follow from device data alone, so
 only a fused build of all KV-cache groups goes in.
 """
 
+import time
 from typing import Any
 
 import torch
@@ -22,10 +23,13 @@ logger = init_logger(__name__)
 
 class InGraphBuilds:
     """What the capture of FULL graphs calls, and which shapes then serve
-    themselves."""
+    themselves. After ``max_seconds`` of proofs no more shapes are taken in."""
 
-    def __init__(self, fused: FusedBuilds) -> None:
+    def __init__(self, fused: FusedBuilds, max_seconds: float) -> None:
         self._fused = fused
+        self._max_seconds = max_seconds
+        # Spent so far on proving the builds of a capture.
+        self.seconds = 0.0
         # Per shape, metadata that no forward has been given.
         self._metadata: dict[tuple[int, int], dict[str, Any]] = {}
         self._captured: set[tuple[int, int]] = set()
@@ -46,9 +50,13 @@ class InGraphBuilds:
                 return
             proven.launch()
             self._captured.add(shape)
-        elif not any(build.left) and self._fused.prove(build, build_upstream):
-            self._metadata[shape] = without_holders(build_upstream(build.attn_groups))
-            build.launch()
+        elif not any(build.left) and self.seconds <= self._max_seconds:
+            start = time.perf_counter()
+            if self._fused.prove(build, build_upstream):
+                metadata = build_upstream(build.attn_groups)
+                self._metadata[shape] = without_holders(metadata)
+                build.launch()
+            self.seconds += time.perf_counter() - start
 
     def leave_out(self, shape: tuple[int, int]) -> None:
         """A graph of ``shape`` is captured without its build."""
@@ -66,3 +74,4 @@ class InGraphBuilds:
         self._metadata.clear()
         self._captured.clear()
         self._left_out.clear()
+        self.seconds = 0.0

@@ -96,7 +96,7 @@ class DeepseekV41RecordedModelState(DeepseekV41ModelState):
             vllm_config.num_speculative_tokens + self.num_new_sampled_tokens_per_step,
         )
         self.fused_builds = FusedBuilds(self.max_model_len)
-        self.in_graph = InGraphBuilds(self.fused_builds)
+        self.in_graph = InGraphBuilds(self.fused_builds, MAX_RECORDING_SECONDS)
         # The last metadata built for a capture, and how, for the graph that is
         # captured with it.
         self._for_capture: tuple[dict[str, Any], PaddedBuild] | None = None
@@ -229,7 +229,13 @@ class DeepseekV41RecordedModelState(DeepseekV41ModelState):
                 stopped = f"over the budget of {MAX_RECORDING_MIB:.0f} MiB"
             if stopped is not None:
                 break
-        return RecordingReport(self.graphs.served(), len(keys), seconds, mib, stopped)
+        return RecordingReport(
+            self.graphs.served(),
+            len(keys),
+            self.in_graph.seconds + seconds,
+            mib,
+            stopped,
+        )
 
     def prepare_attn(
         self,
