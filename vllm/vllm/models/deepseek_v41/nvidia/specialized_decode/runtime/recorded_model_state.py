@@ -256,6 +256,9 @@ class DeepseekV41RecordedModelState(DeepseekV41ModelState):
         ):
             attn_metadata = self.graphs.in_graph(input_batch)
             if attn_metadata is not None:
+                if self.decoder_replay_layers is not None:
+                    # Of an earlier prefill; no FULL step has one.
+                    self.decoder_replay_layers.replay_batch = None
                 self._log_stats_if_due()
                 return attn_metadata
         return super().prepare_attn(input_batch, cudagraph_mode, *args, **kwargs)
