@@ -105,20 +105,23 @@ def _restored(arrays: tuple[torch.Tensor, ...]) -> Iterator[None]:
 
 def _write_random_step(inputs: DecodeInputs, max_model_len: int, seed: int) -> None:
     """A uniform decode step of fewer requests than the shape holds, if it can."""
-    random = torch.Generator().manual_seed(seed)
+    # On the device: tables are wide where contexts are long.
+    device = inputs.seq_lens.device
+    random = torch.Generator(device).manual_seed(seed)
 
     def integers(low: int, high: int, *shape: int) -> torch.Tensor:
-        return torch.randint(low, high, shape, generator=random)
+        return torch.randint(low, high, shape, generator=random, device=device)
 
     padded = inputs.num_reqs
     query_len = inputs.num_tokens // padded
     num_reqs = max(1, padded - 1 - seed)
     num_tokens = num_reqs * query_len
-    starts = (torch.arange(padded + 1) * query_len).clamp(max=num_tokens)
+    starts = torch.arange(padded + 1, device=device) * query_len
+    starts.clamp_(max=num_tokens)
     lens = integers(query_len, max_model_len, padded)
     lens[num_reqs:] = 0
     positions = integers(0, max_model_len, inputs.num_tokens)
-    offsets = torch.arange(query_len) - query_len
+    offsets = torch.arange(query_len, device=device) - query_len
     positions[:num_tokens] = (lens[:num_reqs, None] + offsets).flatten()
     slots = integers(0, 2**20, *inputs.slot_mappings.shape)
     slots[:, num_tokens:] = -1
