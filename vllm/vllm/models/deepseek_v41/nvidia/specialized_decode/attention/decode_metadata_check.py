@@ -9,14 +9,35 @@ write must come out the same. This runs at start-up and may wait for the device.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
 from .decode_metadata import BuildFn, DecodeInputs, FusedBuild
-from .metadata_tensors import View, tensors
+from .metadata_tensors import View, tensors, unrefreshed_tensor
 
-# Overwrites what a build has to write; two rounds, as a bool can hold only these.
-_POISONS = (0x7F, 0)
+
+class _Round(NamedTuple):
+    """What one comparison is made on."""
+
+    # Overwrites what a build has to write; a bool can hold only these two.
+    poison: int
+    # How often a block past the first is negative, and a token not to be cached,
+    # each KV-cache group on its own.
+    no_block: float = 0.0
+    no_slot: float = 0.0
+    # Whether the last token of every request completes a compressed state.
+    completes: bool = True
+
+
+# In the smallest shape a step has a single token: each round shows what the
+# others hide.
+_ROUNDS = (
+    _Round(0x7F),
+    _Round(0, no_block=0.8, completes=False),
+    _Round(0x7F, no_block=0.5, no_slot=0.5),
+)
+_LARGEST_RATIO = 2
 
 
 def difference_from_upstream(
@@ -26,13 +47,22 @@ def difference_from_upstream(
     ``build_upstream``, which calls the builders of attention groups for the same
     padded shape, or None.
 
-    Leaves the inputs as they were, and the metadata refreshed from them.
+    Leaves the inputs and the metadata as they were, whatever happens: a forward
+    may follow.
     """
     inputs = build.inputs
+    if any(build.left):
+        # Their builders alone refresh these, if they build in place.
+        device_type = inputs.seq_lens.device.type
+        first, again = build_upstream(build.left), build_upstream(build.left)
+        moved = unrefreshed_tensor(first, again, device_type)
+        if moved is not None:
+            return moved
     outputs = _outputs(build)
-    with _restored(inputs.tensors()):
-        for seed, poison in enumerate(_POISONS):
-            _write_random_step(inputs, max_model_len, seed)
+    with _restored((*inputs.tensors(), *outputs.values())):
+        for seed, each in enumerate(_ROUNDS):
+            poison = each.poison
+            _write_random_step(inputs, max_model_len, seed, each)
             step = [tensor.clone() for tensor in inputs.tensors()]
             before = {path: tensor.clone() for path, tensor in outputs.items()}
             _fill(outputs, poison)
@@ -57,7 +87,6 @@ def difference_from_upstream(
             for index, want in enumerate(tables):
                 if not torch.equal(inputs.block_tables[index], want):
                     return f"block table {index}"
-    build.launch(build_upstream)
     return None
 
 
@@ -103,8 +132,10 @@ def _restored(arrays: tuple[torch.Tensor, ...]) -> Iterator[None]:
             tensor.copy_(value)
 
 
-def _write_random_step(inputs: DecodeInputs, max_model_len: int, seed: int) -> None:
-    """A uniform decode step of fewer requests than the shape holds, if it can."""
+def _write_random_step(
+    inputs: DecodeInputs, max_model_len: int, seed: int, round_: _Round
+) -> None:
+    """A uniform decode step, the first one with padding, if the shape has room."""
     # On the device: tables are wide where contexts are long.
     device = inputs.seq_lens.device
     random = torch.Generator(device).manual_seed(seed)
@@ -112,25 +143,31 @@ def _write_random_step(inputs: DecodeInputs, max_model_len: int, seed: int) -> N
     def integers(low: int, high: int, *shape: int) -> torch.Tensor:
         return torch.randint(low, high, shape, generator=random, device=device)
 
+    def some(share: float, *shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=random, device=device) < share
+
     padded = inputs.num_reqs
     query_len = inputs.num_tokens // padded
-    num_reqs = max(1, padded - 1 - seed)
+    num_reqs = padded - (seed == 0 and padded > 1)
     num_tokens = num_reqs * query_len
     starts = torch.arange(padded + 1, device=device) * query_len
     starts.clamp_(max=num_tokens)
     lens = integers(query_len, max_model_len, padded)
+    if round_.completes:
+        lens += -lens % _LARGEST_RATIO
     lens[num_reqs:] = 0
     positions = integers(0, max_model_len, inputs.num_tokens)
     offsets = torch.arange(query_len, device=device) - query_len
     positions[:num_tokens] = (lens[:num_reqs, None] + offsets).flatten()
     slots = integers(0, 2**20, *inputs.slot_mappings.shape)
+    slots[some(round_.no_slot, *slots.shape)] = -1
     slots[:, num_tokens:] = -1
     replay_start = (integers(0, max_model_len, padded) - max_model_len // 2).clamp(0)
     values = [starts, lens, positions, torch.minimum(replay_start, lens)]
     for table in inputs.block_tables:
         blocks = integers(1, 2**20, *table.shape)
         # What lies past a request's blocks may be anything.
-        blocks[:, 1:][integers(0, 8, padded, table.shape[1] - 1) == 0] = -1
+        blocks[:, 1:][some(round_.no_block, padded, table.shape[1] - 1)] = -1
         blocks[num_reqs:] = 0
         values.append(blocks)
     for tensor, value in zip(inputs.tensors(), [*values, slots], strict=True):

@@ -15,12 +15,12 @@ class FusedBuilds:
     def __init__(self, max_model_len: int) -> None:
         self._max_model_len = max_model_len
         self._proven: dict[tuple[int, int], FusedBuild] = {}
+        self._refused: dict[tuple[int, int], FusedBuild] = {}
 
     def proven(self, build: FusedBuild) -> FusedBuild | None:
         """A proven build that writes what ``build`` does, or None. Does no work on
         the device."""
-        known = self._proven.get(build.shape)
-        return known if known is not None and known.writes_for(build) else None
+        return _alike(self._proven, build)
 
     def prove(self, build: FusedBuild, build_upstream: BuildFn) -> FusedBuild | None:
         """``proven``, after comparing ``build`` to ``build_upstream`` if need be.
@@ -30,6 +30,8 @@ class FusedBuilds:
         known = self.proven(build)
         if known is not None:
             return known
+        if _alike(self._refused, build) is not None:
+            return None
         try:
             path = difference_from_upstream(build, build_upstream, self._max_model_len)
         except Exception:
@@ -43,6 +45,7 @@ class FusedBuilds:
                 *build.shape,
                 path,
             )
+            self._refused[build.shape] = build
             return None
         self._proven[build.shape] = build
         return build
@@ -50,3 +53,11 @@ class FusedBuilds:
     def release(self) -> None:
         """Forget the builds, with the buffers they keep alive."""
         self._proven.clear()
+        self._refused.clear()
+
+
+def _alike(
+    builds: dict[tuple[int, int], FusedBuild], build: FusedBuild
+) -> FusedBuild | None:
+    known = builds.get(build.shape)
+    return known if known is not None and known.writes_for(build) else None

@@ -1,0 +1,404 @@
+"""A fused build serves only after it was held to upstream's builders; what it does
+not know, or gets wrong, those go on to build."""
+
+import logging
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from decode_steps import Step, assert_same_for_forward, clones
+from rig import MAX_MODEL_LEN, Architecture, Way
+from vllm.config import CUDAGraphMode, set_current_vllm_config
+from vllm.models.deepseek_v41.compressor import CompressorMetadataBuilder
+from vllm.models.deepseek_v41.nvidia.flashmla import (
+    DeepseekSparseSWAFlashMLAMetadataBuilder,
+)
+from vllm.models.deepseek_v41.nvidia.specialized_decode.attention import (
+    decode_metadata,
+)
+from vllm.models.deepseek_v41.nvidia.specialized_decode.attention.decode_metadata_check import (  # noqa: E501
+    difference_from_upstream,
+)
+from vllm.models.deepseek_v41.nvidia.specialized_decode.attention.decode_metadata_kernels import (  # noqa: E501
+    Kind,
+)
+from vllm.models.deepseek_v41.nvidia.specialized_decode.attention.metadata_tensors import (  # noqa: E501
+    tensors,
+)
+from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime import fused_builds
+from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.eligibility import Eager
+from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.stats import Served
+from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerMetadataBuilder
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+
+STEP = Step((1025,), 2, 1)
+
+
+@pytest.fixture
+def make_small_rig(make_rig):
+    """A rig of one FULL graph, of two requests."""
+
+    def make(way, architecture=Architecture.SM90, query_len=1):
+        rig = make_rig(architecture, query_len, way)
+        rig.keep_graphs(2)
+        return rig
+
+    return make
+
+
+def offered(rig, num_reqs=2):
+    """The fused build that a forward graph of so many requests would begin with,
+    and upstream's."""
+    offers = []
+    rig.state.in_graph.head = lambda *offer: offers.append(offer)
+    graph = BatchExecutionDescriptor(
+        CUDAGraphMode.FULL, num_reqs * rig.query_len, num_reqs, rig.query_len
+    )
+    rig.state.build_in_graph(graph, rig.for_capture(num_reqs))
+    [(build, build_upstream)] = offers
+
+    def in_config(attn_groups):
+        with set_current_vllm_config(rig.config):
+            return build_upstream(attn_groups)
+
+    return build, in_config
+
+
+def check_a_step(rig, step=STEP):
+    """The step's metadata, and that it is what upstream's eager build leaves."""
+    view = rig.forward_view(step.padded_reqs)
+    rig.eager(step)
+    want = clones(view)
+    batch = rig.fill(step)
+    rig.poison(view)
+    attn_metadata = rig.run_batch(batch)
+    assert_same_for_forward(want, clones(view), step)
+    return attn_metadata
+
+
+OTHER_JOBS = {
+    Kind.REQUEST: (),
+    Kind.WINDOW: ("window", "block_size", "scale", "clamp", "table"),
+    Kind.COMPRESSED_SLOT: ("block_size", "ratio", "scale", "clamp", "table"),
+    Kind.RING_SLOT: ("block_size", "scale", "table"),
+    Kind.CONTEXT: ("ratio",),
+    Kind.TABLE: ("split", "scale", "clamp", "out_columns", "table"),
+    Kind.TOKEN_TABLE: ("split", "scale", "out_columns", "table"),
+}
+
+
+def other_jobs(build, job):
+    """``job`` with one thing wrong, by what that is."""
+    tables = [table.data_ptr() for table in build.inputs.block_tables]
+    fields = OTHER_JOBS[job.kind]
+    if not job.outs[0]:
+        # A context job that writes no contexts has no use for the ratio.
+        fields = ()
+    for field in fields:
+        value = getattr(job, field)
+        values = {
+            "clamp": not value,
+            "window": value - 1,
+            "out_columns": value - 1,
+            "table": tables[tables.index(value) - 1] if field == "table" else 0,
+        }
+        yield field, job._replace(**{field: values.get(field, value + 1)})
+    for index, out in enumerate(job.outs):
+        if out:
+            outs = (*job.outs[:index], ELSEWHERE.data_ptr(), *job.outs[index + 1 :])
+            yield f"output {index}", job._replace(outs=outs)
+
+
+ELSEWHERE = torch.zeros(1 << 16, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("query_len", "kinds"),
+    [(1, set(Kind) - {Kind.TOKEN_TABLE}), (3, {Kind.TOKEN_TABLE})],
+)
+def test_the_check_sees_every_wrong_job(make_small_rig, query_len, kinds):
+    rig = make_small_rig(Way.IN_GRAPH, query_len=query_len)
+    build, build_upstream = offered(rig)
+    missed, seen = [], set()
+    for index, job in enumerate(build._jobs):
+        if job.kind not in kinds:
+            continue
+        seen.add(job.kind)
+        for wrong, other in other_jobs(build, job):
+            jobs = [*build._jobs[:index], other, *build._jobs[index + 1 :]]
+            path = difference_from_upstream(
+                replace(build, _jobs=jobs), build_upstream, MAX_MODEL_LEN
+            )
+            if path is None:
+                missed.append((job.kind.name, wrong))
+    assert seen == kinds and not missed
+
+
+def test_the_check_sees_the_slots_of_another_group(make_small_rig):
+    """They differ where a token is cached in some groups only."""
+    build, build_upstream = offered(make_small_rig(Way.IN_GRAPH), 4)
+    rows = [row.data_ptr() for row in build.inputs.slot_mappings]
+    for index, job in enumerate(build._jobs):
+        if job.kind in (Kind.WINDOW, Kind.COMPRESSED_SLOT):
+            jobs = list(build._jobs)
+            jobs[index] = job._replace(slots=rows[rows.index(job.slots) - 1])
+            wrong = replace(build, _jobs=jobs)
+            assert difference_from_upstream(wrong, build_upstream, MAX_MODEL_LEN)
+
+
+def test_the_check_names_the_tensor(make_small_rig):
+    build, build_upstream = offered(make_small_rig(Way.IN_GRAPH))
+    jobs = [job for job in build._jobs if job.kind != Kind.RING_SLOT]
+    path = difference_from_upstream(
+        replace(build, _jobs=jobs), build_upstream, MAX_MODEL_LEN
+    )
+    assert path == "['ring'].slot_mapping"
+
+
+def test_the_check_sees_a_missing_schedule(make_small_rig):
+    build, build_upstream = offered(make_small_rig(Way.IN_GRAPH))
+    path = difference_from_upstream(
+        replace(build, _schedules=[]), build_upstream, MAX_MODEL_LEN
+    )
+    assert path.endswith("decode.schedule_metadata")
+
+
+def explode(*_, **__):
+    raise RuntimeError("on purpose")
+
+
+@pytest.mark.parametrize("outcome", ["equal", "different", "failed"])
+def test_the_check_leaves_everything_as_it_was(make_small_rig, monkeypatch, outcome):
+    """A warm-up forward follows, on these very buffers."""
+    build, build_upstream = offered(make_small_rig(Way.IN_GRAPH))
+    built = [tensor for _, tensor in tensors(build.attn_metadata)]
+    everything = [*build.inputs.tensors(), *built]
+    before = [tensor.clone() for tensor in everything]
+    assert len(built) > 30
+    if outcome == "equal":
+        assert difference_from_upstream(build, build_upstream, MAX_MODEL_LEN) is None
+    elif outcome == "different":
+        build = replace(build, _jobs=build._jobs[1:])
+        assert difference_from_upstream(build, build_upstream, MAX_MODEL_LEN)
+    else:
+        monkeypatch.setattr(decode_metadata, "write_decode_metadata", explode)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            difference_from_upstream(build, build_upstream, MAX_MODEL_LEN)
+    for tensor, value in zip(everything, before, strict=True):
+        assert torch.equal(tensor, value)
+
+
+class Log(logging.Handler):
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+@pytest.fixture
+def log():
+    log = Log()
+    for module in (fused_builds, decode_metadata):
+        module.logger.addHandler(log)
+    yield log
+    for module in (fused_builds, decode_metadata):
+        module.logger.removeHandler(log)
+
+
+def wrong_ring_jobs(builder, metadata, source):
+    jobs = decode_metadata._ring_jobs(builder, metadata, source)
+    return [job._replace(block_size=job.block_size + 1) for job in jobs]
+
+
+def differing(monkeypatch):
+    monkeypatch.setitem(
+        decode_metadata._JOBS, CompressorMetadataBuilder, wrong_ring_jobs
+    )
+
+
+def failing(monkeypatch):
+    monkeypatch.setattr(decode_metadata._Schedule, "write", explode)
+
+
+WRONG = {"['ring'].slot_mapping": differing, "nothing": failing}
+
+
+@pytest.mark.parametrize("way", [Way.IN_GRAPH, Way.SEPARATE, Way.LAUNCHED])
+@pytest.mark.parametrize("path", WRONG)
+def test_a_wrong_fused_build_is_not_used(make_small_rig, monkeypatch, log, path, way):
+    WRONG[path](monkeypatch)
+    rig = make_small_rig(way)
+    rig.record()
+    [error] = [line for line in log.lines if "differs from upstream's" in line]
+    assert f"2 requests of 2 tokens differs from upstream's in {path}," in error
+    check_a_step(rig)
+    if way == Way.LAUNCHED:
+        assert not rig.state.graphs.served()
+        assert rig.state.graphs.stats.eager[Eager.UNRECORDED] == 1
+    else:
+        assert rig.state.graphs.served() == {Served.REPLAYED: 1}
+        assert rig.state.graphs.stats.served == {Served.REPLAYED: 1}
+        # Upstream's own builds were recorded, and those are the forward's alone.
+        assert not any(graph.calls for graph in rig.forward_graphs.values())
+
+
+LEFT = {
+    "unknown": lambda monkeypatch, kind: monkeypatch.delitem(
+        decode_metadata._JOBS, kind
+    ),
+    "failing": lambda monkeypatch, kind: monkeypatch.setitem(
+        decode_metadata._JOBS, kind, explode
+    ),
+}
+
+
+@pytest.mark.parametrize("why", LEFT)
+@pytest.mark.parametrize(
+    "builder",
+    [
+        CompressorMetadataBuilder,
+        DeepseekV32IndexerMetadataBuilder,
+        # The first one, which makes the token-to-request map of all.
+        DeepseekSparseSWAFlashMLAMetadataBuilder,
+    ],
+)
+@pytest.mark.parametrize("way", [Way.IN_GRAPH, Way.LAUNCHED])
+def test_a_group_of_another_builder_is_built_by_it(
+    make_small_rig, monkeypatch, way, builder, why
+):
+    LEFT[why](monkeypatch, builder)
+    rig = make_small_rig(way)
+    rig.record()
+    check_a_step(rig)
+    if way == Way.LAUNCHED:
+        assert not rig.state.graphs.served()
+        return
+    assert rig.state.graphs.stats.served == {Served.REPLAYED: 1}
+    assert not any(graph.calls for graph in rig.forward_graphs.values())
+
+
+def test_only_the_groups_of_an_unknown_builder_are_left(make_small_rig, monkeypatch):
+    LEFT["unknown"](monkeypatch, CompressorMetadataBuilder)
+    build, _ = offered(make_small_rig(Way.IN_GRAPH))
+    names = [group.layer_names for groups in build.left for group in groups]
+    assert names == [["ring"]]
+    assert Kind.RING_SLOT not in {job.kind for job in build._jobs}
+    assert len(build._jobs) > 8
+
+
+def test_a_left_group_that_builds_into_new_memory_is_refused(
+    make_small_rig, monkeypatch, log
+):
+    """Nothing would refresh what the forward graphs read."""
+    LEFT["unknown"](monkeypatch, CompressorMetadataBuilder)
+    rig = make_small_rig(Way.SEPARATE)
+    builder = rig.attn_groups[-1][0].get_metadata_builder()
+    build = builder.build
+
+    def reallocating_build(prefix_len, common, **kwargs):
+        metadata = build(prefix_len, common, **kwargs)
+        return replace(metadata, slot_mapping=metadata.slot_mapping.clone())
+
+    monkeypatch.setattr(builder, "build", reallocating_build)
+    rig.record()
+    assert "differs from upstream's in ['ring'].slot_mapping" in log.lines[0]
+    assert not rig.state.graphs.served()
+
+
+def test_a_clamp_after_a_reader_of_its_table_is_left(make_small_rig):
+    """In one launch the two would race: the reader is to see negative blocks."""
+    rig = make_small_rig(Way.IN_GRAPH, Architecture.SM100)
+    for groups in rig.attn_groups[1:3]:
+        groups.reverse()
+    build, build_upstream = offered(rig)
+    left = [group.layer_names for groups in build.left for group in groups]
+    assert left == [["half.mla"]]
+    assert difference_from_upstream(build, build_upstream, MAX_MODEL_LEN) is None
+    del rig.state.in_graph.head
+    rig.record()
+    assert rig.state.graphs.served() == {Served.REPLAYED: 1}
+    check_a_step(rig)
+
+
+def test_other_inputs_need_another_build(make_small_rig):
+    """A proven build reads the inputs it was made of."""
+    rig = make_small_rig(Way.IN_GRAPH)
+    build, build_upstream = offered(rig)
+    assert rig.state.fused_builds.prove(build, build_upstream) is build
+    assert rig.state.fused_builds.proven(replace(build)) is build
+    for name in ("query_start_loc", "seq_lens", "positions", "replay_start"):
+        moved = getattr(build.inputs, name).clone()
+        other = replace(build, inputs=build.inputs._replace(**{name: moved}))
+        assert rig.state.fused_builds.proven(other) is None, name
+
+
+def uneven(rig, seq_lens, query_lens):
+    """A step of four requests or fewer in the graph of four, as adaptive verification
+    makes it, and what to compare it as."""
+    step = Step(seq_lens, 4, rig.query_len, seed=5)
+    batch = rig.fill(step)
+    tokens = sum(query_lens)
+    starts = np.full(5, tokens, dtype=np.int32)
+    starts[: len(query_lens)] = np.cumsum([0, *query_lens[:-1]])
+    rig.buffers.query_start_loc.fill_(tokens)
+    rig.buffers.query_start_loc[:5] = torch.from_numpy(starts)
+    rig.buffers.positions[:tokens] = torch.cat(
+        [
+            torch.arange(seq_len - query_len, seq_len)
+            for seq_len, query_len in zip(seq_lens, query_lens, strict=True)
+        ]
+    )
+    rig.block_tables.slot_mappings[:, tokens:] = -1
+    batch = replace(
+        batch,
+        num_tokens=tokens,
+        num_scheduled_tokens=np.array(query_lens, dtype=np.int32),
+        query_start_loc_np=starts,
+    )
+    return batch, SimpleNamespace(
+        num_tokens=tokens, padded_reqs=4, padded_tokens=step.padded_tokens
+    )
+
+
+FLATTENED = (Architecture.SM90, Architecture.SM100, Architecture.SM100_FLASHMLA)
+
+
+@pytest.mark.parametrize("architecture", FLATTENED)
+def test_uneven_query_lengths(make_rig, architecture):
+    """Only the device tells the launch which request a token is of."""
+    rig = make_rig(architecture, 3, Way.IN_GRAPH)
+    build, _ = offered(rig, 4)
+    view = rig.forward_view(4)
+    for query_lens in ((1, 3), (3, 1, 2), (2, 1, 3, 3), (1, 1, 1, 1)):
+        seq_lens = (300, 1024, 129, 64)[: len(query_lens)]
+        batch, _ = uneven(rig, seq_lens, query_lens)
+        rig.build(batch, prepare_attn=rig.stock_state.prepare_attn)
+        want = clones(view)
+        _, step = uneven(rig, seq_lens, query_lens)
+        rig.poison(view)
+        build.launch()
+        assert_same_for_forward(want, clones(view), step)
+
+
+def test_host_lengths_are_bounds_on_sm100(make_rig):
+    """Upstream's kernels there take uneven lengths whatever the host believes."""
+    rig = make_rig(Architecture.SM100, 3, Way.IN_GRAPH)
+    build, _ = offered(rig, 4)
+    view = rig.forward_view(4)
+    batch, _ = uneven(rig, (300, 1024), (1, 3))
+    even = replace(
+        batch,
+        num_scheduled_tokens=np.array([2, 2], dtype=np.int32),
+        query_start_loc_np=np.array([0, 2, 4, 4, 4], dtype=np.int32),
+        max_query_len=3,
+    )
+    rig.build(even, prepare_attn=rig.stock_state.prepare_attn)
+    want = clones(view)
+    _, step = uneven(rig, (300, 1024), (1, 3))
+    rig.poison(view)
+    build.launch()
+    assert_same_for_forward(want, clones(view), step)
