@@ -14,6 +14,7 @@ from vllm.models.deepseek_v41.nvidia.specialized_decode.deployment import (
     describe_platform,
     missing_for_recorded_metadata,
     requested_backend,
+    requested_metadata_graphs,
 )
 
 
@@ -156,8 +157,40 @@ def test_unknown_values_are_errors_that_name_the_valid_ones(config, value):
 
 def test_unknown_keys_are_errors_that_name_the_valid_ones(config):
     config.additional_config = {"decode_backnd": "stock"}
-    with pytest.raises(ValueError, match=r"'decode_backnd'.*'decode_backend'"):
+    with pytest.raises(ValueError, match=r"'decode_backnd'.*'decode_backend'") as error:
         decode_deployment(config)
+    assert "'metadata_graphs'" in str(error.value)
+
+
+@pytest.mark.parametrize("value", ["auto", "separate", "off"])
+def test_metadata_graphs_go_with_every_backend(config, value):
+    for backend, records in (
+        ("auto", True),
+        ("latency_specialized", True),
+        ("stock", False),
+    ):
+        config.additional_config = {
+            "decode_backend": backend,
+            "metadata_graphs": value,
+        }
+        assert decode_deployment(config).records_metadata is records
+        assert requested_metadata_graphs(config.additional_config) == value
+
+
+@pytest.mark.parametrize("value", ["on", "", None, False, "AUTO", "in_graph"])
+@pytest.mark.parametrize("backend", ["auto", "stock", "latency_specialized"])
+def test_unknown_metadata_graphs_are_errors_whatever_the_decode(config, backend, value):
+    """Also of the stock decode, which has no use for them: the next one may."""
+    config.additional_config = {"decode_backend": backend, "metadata_graphs": value}
+    with pytest.raises(
+        ValueError, match=r"metadata_graphs .*'auto', 'separate', 'off'\."
+    ):
+        decode_deployment(config)
+
+
+def test_metadata_graphs_are_auto_unless_asked_for():
+    for nothing in ({}, None, {"decode_backend": "stock"}):
+        assert requested_metadata_graphs(nothing) == "auto"
 
 
 def test_ranks_settle_on_the_lowest_decode(config, other_ranks):
