@@ -32,7 +32,8 @@ class InGraphBuilds:
         self.seconds = 0.0
         # Per shape, metadata that no forward has been given.
         self._metadata: dict[tuple[int, int], dict[str, Any]] = {}
-        self._captured: set[tuple[int, int]] = set()
+        # The builds in captured graphs, whose tables of jobs those read.
+        self._captured: dict[tuple[int, int], list[FusedBuild]] = {}
         # Shapes of which some graph was captured without its build.
         self._left_out: set[tuple[int, int]] = set()
 
@@ -49,7 +50,7 @@ class InGraphBuilds:
                 self._left_out.add(shape)
                 return
             proven.launch()
-            self._captured.add(shape)
+            self._captured.setdefault(shape, []).append(proven)
         elif not any(build.left) and self.seconds <= self._max_seconds:
             start = time.perf_counter()
             if self._fused.prove(build, build_upstream):
@@ -66,7 +67,9 @@ class InGraphBuilds:
         """The shapes all of whose graphs hold their build, with metadata for
         whoever asks for the step's."""
         return {
-            shape: self._metadata[shape] for shape in self._captured - self._left_out
+            shape: self._metadata[shape]
+            for shape in self._captured
+            if shape not in self._left_out
         }
 
     def release(self) -> None:

@@ -251,7 +251,7 @@ class DeepseekV41RecordedModelState(DeepseekV41ModelState):
             and not input_batch.has_prefill
             and (
                 input_batch.num_reqs <= self._zero_replay_starts
-                or self._replays_nothing()
+                or (self._trust_replay_starts and self._replays_nothing())
             )
         ):
             attn_metadata = self.graphs.in_graph(input_batch)
@@ -260,7 +260,12 @@ class DeepseekV41RecordedModelState(DeepseekV41ModelState):
                     # Of an earlier prefill; no FULL step has one.
                     self.decoder_replay_layers.replay_batch = None
                 self._log_stats_if_due()
+                if self.decoder_replay_layers is not None:
+                    self.decoder_replay_layers.replay_batch = None
                 return attn_metadata
+        if not self._trust_replay_starts and self._replays_nothing():
+            # Nothing is uploaded then.
+            self._replay_start.zero_()
         return super().prepare_attn(input_batch, cudagraph_mode, *args, **kwargs)
 
     def _build_attn_metadata(

@@ -1,0 +1,460 @@
+"""Metadata builds in the forward graphs: which shapes get one, and what steps of
+those find in the buffers."""
+
+from dataclasses import fields, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from decode_steps import Step, assert_same_for_forward, clones
+from rig import MAX_MODEL_LEN, Architecture, Way
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.interpreter import GridExecutor
+from vllm.config import CUDAGraphMode, set_current_vllm_config
+from vllm.models.deepseek_v41.nvidia.specialized_decode.attention.flashmla_plan import (
+    PLANS,
+)
+from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime import (
+    recorded_model_state,
+)
+from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.eligibility import Eager
+from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.recordable import (
+    OneStepHolders,
+)
+from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.stats import Served
+from vllm.third_party.flashmla.flash_mla_interface import flash_mla_with_kvcache
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+
+STEP = Step((1025,), 2, 1)
+FULL = Step((1025, 300), 2, 1)
+
+
+@pytest.fixture
+def make_small_rig(make_rig):
+    """A rig of one FULL graph, of two requests."""
+
+    def make(architecture=Architecture.SM90, **options):
+        rig = make_rig(architecture, 1, Way.IN_GRAPH, **options)
+        rig.keep_graphs(2)
+        return rig
+
+    return make
+
+
+@pytest.fixture
+def rig(make_small_rig):
+    rig = make_small_rig()
+    rig.record()
+    assert rig.state.graphs.served() == {Served.IN_GRAPH: 1}
+    return rig
+
+
+def check_batch(rig, make_batch, step, **options):
+    """The metadata of a step, and that its forward finds what it would find after
+    upstream's eager build."""
+    view = rig.forward_view(step.padded_reqs)
+    rig.build(make_batch(), prepare_attn=rig.stock_state.prepare_attn, **options)
+    want = clones(view)
+    batch = make_batch()
+    rig.poison(view)
+    attn_metadata = rig.run_batch(batch, **options)
+    assert_same_for_forward(want, clones(view), step)
+    return attn_metadata
+
+
+def check_a_step(rig, step=STEP):
+    return check_batch(rig, lambda: rig.fill(step), step)
+
+
+class Launches(TorchDispatchMode):
+    """What the host launches: Triton kernels, and torch's but for views."""
+
+    VIEWS = ("aten::slice", "aten::select", "aten::view", "aten::detach")
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.names = []
+        run_grid = GridExecutor.__call__
+
+        def launch(executor, *args, **kwargs):
+            self.names.append(executor.fn.__name__)
+            return run_grid(executor, *args, **kwargs)
+
+        monkeypatch.setattr(GridExecutor, "__call__", launch)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func._schema.name.startswith(self.VIEWS):
+            self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+class TestWhatIsCaptured:
+    """Every graph of a shape must hold the build: a step does not say which it runs."""
+
+    def capture(self, rig, *graphs):
+        """The forwards of ``graphs`` in order, as the runner captures them."""
+        rig.state.full_graphs = list(graphs)
+        rig.record()
+
+    def graph(self, **options):
+        return replace(BatchExecutionDescriptor(CUDAGraphMode.FULL, 2, 2, 1), **options)
+
+    def check_served(self, rig, served):
+        assert rig.state.graphs.served() == {served: 1}
+        check_a_step(rig)
+        assert rig.state.graphs.stats.served == {served: 1}
+
+    def test_all_lora_variants_hold_it(self, make_small_rig):
+        rig = make_small_rig()
+        variants = [self.graph(num_active_loras=loras) for loras in (2, 1, 0)]
+        rig.state.full_graphs = variants
+        captured = []
+        with set_current_vllm_config(rig.config):
+            for variant in variants:
+                rig.capture_forward(variant)
+                captured.append(rig.forward_graphs[2])
+        rig.way = Way.SEPARATE  # The forwards are captured.
+        rig.record()
+        for forward_graph in captured:
+            rig.forward_graphs[2] = forward_graph
+            check_a_step(rig)
+        assert rig.state.graphs.stats.served == {Served.IN_GRAPH: 3}
+
+    @pytest.mark.parametrize("unproven", [0, 1])
+    def test_one_variant_without_it_leaves_the_shape_out(
+        self, make_small_rig, monkeypatch, unproven
+    ):
+        rig = make_small_rig()
+        capture = rig.capture_forward
+        order = iter(range(2))
+
+        def capture_forward(graph):
+            with monkeypatch.context() as patch:
+                if next(order) == unproven:
+                    # Nothing a variant before it proved holds for its metadata.
+                    patch.setattr(rig.state.fused_builds, "proven", lambda _: None)
+                    patch.setattr(rig.state.fused_builds, "prove", lambda *_: None)
+                capture(graph)
+
+        monkeypatch.setattr(rig, "capture_forward", capture_forward)
+        self.capture(rig, self.graph(num_active_loras=1), self.graph())
+        self.check_served(rig, Served.REPLAYED)
+
+    @pytest.mark.parametrize("first", [True, False])
+    def test_a_micro_batched_graph_leaves_its_shape_out(self, make_small_rig, first):
+        rig = make_small_rig()
+        graphs = [self.graph(num_ubatches=2), self.graph()]
+        self.capture(rig, *(graphs if first else graphs[::-1]))
+        self.check_served(rig, Served.REPLAYED)
+
+    @pytest.mark.parametrize("max_query_len", [None, 1])
+    def test_mixed_and_variable_length_graphs_hold_none(
+        self, make_small_rig, max_query_len
+    ):
+        rig = make_small_rig()
+        graph = self.graph(uniform_token_count=None, max_query_len=max_query_len)
+        self.capture(rig, graph)
+        assert not rig.forward_graphs[2].calls
+        assert not rig.state.graphs.served()
+
+    def test_other_metadata_than_the_last_built(self, make_small_rig):
+        """Nothing is known of how it was built."""
+        rig = make_small_rig()
+        [graph] = rig.state.full_graphs
+        with set_current_vllm_config(rig.config):
+            rig.state.build_in_graph(graph, rig.for_capture(2))
+            other = dict(rig.for_capture(2))
+            forward_graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(forward_graph):
+                rig.state.build_in_graph(graph, other)
+        assert not forward_graph.calls
+        rig.way = Way.SEPARATE
+        rig.record()
+        self.check_served(rig, Served.REPLAYED)
+
+    @pytest.mark.parametrize("moved", ["tables", "slot_mappings"])
+    def test_metadata_that_moved_after_the_warm_up(self, make_small_rig, moved):
+        """The warm-up proved a build of other buffers."""
+        rig = make_small_rig()
+        [graph] = rig.state.full_graphs
+        blocks = rig.block_tables
+        with set_current_vllm_config(rig.config):
+            rig.state.build_in_graph(graph, rig.for_capture(2))
+            if moved == "tables":
+                blocks.tables = [table.clone() for table in blocks.tables]
+            else:
+                blocks.slot_mappings = blocks.slot_mappings.clone()
+            attn_metadata = rig.for_capture(2)
+            forward_graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(forward_graph):
+                rig.state.build_in_graph(graph, attn_metadata)
+        assert not forward_graph.calls
+        rig.way = Way.SEPARATE
+        rig.record()
+        self.check_served(rig, Served.REPLAYED)
+
+    def test_a_graph_outlives_the_build_of_another_variant(self, make_small_rig):
+        """A graph reads its table of jobs at every replay, so no later variant of the
+        shape may free it."""
+        rig = make_small_rig()
+        graph = self.graph()
+        with set_current_vllm_config(rig.config):
+            rig.capture_forward(graph)
+            [table] = tables_of_jobs(rig)
+            blocks = rig.block_tables
+            blocks.slot_mappings = blocks.slot_mappings.clone()
+            rig.capture_forward(self.graph(num_active_loras=1))
+        assert table in tables_of_jobs(rig) and len(tables_of_jobs(rig)) == 2
+
+    def test_only_auto_builds_in_the_graphs(self, make_rig):
+        for way in (Way.SEPARATE, Way.LAUNCHED):
+            rig = make_rig(Architecture.SM90, 1, way)
+            rig.keep_graphs(2)
+            rig.way = Way.IN_GRAPH  # The runner asks for it all the same.
+            rig.record()
+            assert not rig.forward_graphs[2].calls
+            assert Served.IN_GRAPH not in rig.state.graphs.served()
+
+
+def tables_of_jobs(rig):
+    """The addresses of the tables that captured builds keep."""
+    return {
+        build._job_table.data_ptr()
+        for builds in rig.state.in_graph._captured.values()
+        for build in builds
+    }
+
+
+class TestCapturingAgain:
+    @pytest.mark.parametrize("released", [True, False])
+    def test_the_last_capture_serves(self, rig, released):
+        first = rig.forward_graphs[2]
+        if released:
+            rig.state.release_metadata_graphs()
+            assert len(rig.state.graphs) == 0
+        rig.record()
+        assert rig.forward_graphs[2] is not first
+        assert rig.state.graphs.served() == {Served.IN_GRAPH: 1}
+        check_a_step(rig)
+
+    def test_no_step_is_served_after_a_release(self, rig):
+        """The graphs it would rely on are gone."""
+        rig.state.release_metadata_graphs()
+        rig.forward_graphs.clear()
+        check_a_step(rig)
+        assert rig.state.graphs.stats.eager[Eager.UNRECORDED] == 1
+        assert not rig.state.graphs.stats.served
+
+    def test_memory_profiling_comes_first(
+        self, make_small_rig, monkeypatch, cuda_graphs
+    ):
+        """It captures into buffers that are thrown away, and ends in a release."""
+        rig = make_small_rig()
+        rig.record()
+        rig.state.release_metadata_graphs()
+        monkeypatch.setattr(
+            recorded_model_state.DeepseekV41ModelState,
+            "initialize_kv_cache",
+            lambda *_: None,
+        )
+        thrown_away = list(rig.builders())
+        rig.block_tables = type(rig.block_tables)([64, 64, 64, 1])
+        with set_current_vllm_config(rig.config):
+            rig._make_groups(bounded_replay=True)
+            rig.state.initialize_kv_cache(rig.kv_cache_config, rig.block_tables)
+        cuda_graphs.device_storages = rig.device_storages
+        assert not {*map(id, thrown_away)} & {*map(id, rig.builders())}
+        rig.record()
+        assert rig.state.graphs.served() == {Served.IN_GRAPH: 1}
+        check_a_step(rig)
+
+    def test_a_shape_left_out_later_is_no_longer_served_in_the_graph(self, rig):
+        """Also without a release in between."""
+        graph = replace(rig.state.full_graphs[0], num_ubatches=2)
+        rig.state.full_graphs.append(graph)
+        rig.record()
+        assert rig.state.graphs.served() == {Served.REPLAYED: 1}
+        check_a_step(rig)
+
+
+class TestSteps:
+    def prefilling(self, rig, start, step=FULL):
+        """One-token extensions of a prefix, of which the first was just replayed."""
+        batch = rig.fill(step)
+        rig.state._replay_start_np[:] = 0
+        rig.state._replay_start_np[0] = start
+        rig.stock_state._replay_start_np[:] = rig.state._replay_start_np
+        batch.is_prefilling_np[:] = True
+        return replace(batch, has_prefill=True)
+
+    def test_the_host_launches_nothing(self, rig, monkeypatch):
+        batch = rig.fill(STEP)
+        rig.build(batch)
+        with Launches(monkeypatch) as launches:
+            rig.build(batch)
+        assert not launches.names
+        with Launches(monkeypatch) as launches:
+            rig.build(batch, prepare_attn=rig.stock_state.prepare_attn)
+        assert len(launches.names) > 10
+
+    @pytest.mark.parametrize("start", [1000, 960])
+    def test_a_one_token_prefill_sees_its_replay_start(self, rig, start):
+        """Below it there is no window."""
+        check_batch(rig, lambda: self.prefilling(rig, start), FULL)
+        served = rig.state.graphs.stats
+        assert served.served == {Served.IN_GRAPH: 1} and not served.eager[Eager.PREFILL]
+        view = rig.forward_view(2)
+        rig.run_batch(self.prefilling(rig, start))
+        [lens] = [view[path] for path in view if path.endswith("decode_swa_lens")]
+        assert lens[:2].tolist() == [1025 - start, 128]
+
+    def test_a_decode_after_it_reads_no_stale_start(self, rig):
+        view = rig.forward_view(2)
+        [lens] = [view[path] for path in view if path.endswith("decode_swa_lens")]
+        rig.run_batch(self.prefilling(rig, 1000))
+        assert lens[0] == 25
+        rig.run(STEP)
+        assert lens[0] == 128
+        rig.run_batch(self.prefilling(rig, 1000))
+        rig.run(FULL)
+        assert lens.tolist() == [128, 128]
+        check_a_step(rig, FULL)
+
+    def test_an_idle_rank_launches_nothing_and_writes_no_slot(self, rig, monkeypatch):
+        """Its dummy forward would write through the slots of the last step."""
+        view = rig.forward_view(2)
+        slots = [view[path] for path in view if path.endswith("slot_mapping")]
+        rig.run(FULL)
+        assert any((each >= 0).any() for each in slots)
+        eager = rig.state.graphs.stats.eager.copy()
+        rig.block_tables.get_dummy_block_tables(2)
+        dummy = rig.dummy(2)
+        with Launches(monkeypatch) as launches:
+            rig.build(dummy, for_capture=True)
+        assert not launches.names
+        rig.forward_graphs[2].replay()
+        assert all((each == -1).all() for each in slots)
+        assert rig.state.graphs.stats.served == {Served.IN_GRAPH: 2}
+        assert rig.state.graphs.stats.eager == eager
+
+    def test_after_sleep_no_start_is_trusted(self, rig):
+        rig.state._trust_replay_starts = False
+        rig.state._zero_replay_starts = 0
+        for _ in range(2):
+            rig.state._replay_start.fill_(500)
+            check_a_step(rig, FULL)
+        assert rig.state.graphs.stats.served == {Served.IN_GRAPH: 2}
+
+    @pytest.mark.parametrize("trusted", [True, False])
+    def test_requests_that_never_replay_have_no_start(self, make_small_rig, trusted):
+        """Then nothing is uploaded: what sleep left in the buffer must not count."""
+        rig = make_small_rig(bounded_replay=False)
+        rig.record()
+        rig.state._trust_replay_starts = trusted
+        if not trusted:
+            rig.state._zero_replay_starts = 0
+            rig.state._replay_start.fill_(500)
+        check_a_step(rig, FULL)
+        assert rig.state.graphs.stats.served == {Served.IN_GRAPH: 1}
+
+    @pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE])
+    def test_other_steps_get_fresh_metadata(self, rig, mode):
+        in_graph = rig.build(rig.fill(FULL))
+        batches = [rig.build(rig.fill(FULL), mode) for _ in range(2)]
+        plans = {id(batch["window"].tile_sched_swaonly) for batch in batches}
+        assert len(plans) == 2 and id(None) not in plans
+        assert all(batch["window"] is not in_graph["window"] for batch in batches)
+        assert rig.state.graphs.stats.eager[Eager.NOT_FULL] == 2
+
+    def test_a_step_of_a_shape_without_a_graph_is_built_eagerly(self, rig):
+        check_a_step(rig, Step((200, 300, 400), 4, 1))
+        assert rig.state.graphs.stats.eager[Eager.UNRECORDED] == 1
+        assert not rig.state.graphs.stats.served
+
+    def test_both_ways_through_a_step_count_alike(self, rig):
+        """A decode is served on the fast path, a prefill on the slow one."""
+        decode = rig.run(FULL)
+        prefill = rig.run_batch(self.prefilling(rig, 1000))
+        assert prefill is decode
+        stats = rig.state.graphs.stats
+        assert stats.served == {Served.IN_GRAPH: 2} and stats.full_decode_steps == 2
+
+    def test_a_step_leaves_no_replay_batch_of_an_earlier_one(self, rig):
+        rig.state.decoder_replay_layers = SimpleNamespace(replay_batch="earlier")
+        rig.run(FULL)
+        assert rig.state.graphs.stats.served == {Served.IN_GRAPH: 1}
+        assert rig.state.decoder_replay_layers.replay_batch is None
+
+
+class TestWhatIsHandedOut:
+    """Metadata for reading: no forward but the graph may run on it."""
+
+    @pytest.fixture(params=[Architecture.SM90, Architecture.SM100])
+    def any_rig(self, make_small_rig, request):
+        rig = make_small_rig(request.param)
+        rig.record()
+        return rig
+
+    def test_it_has_the_tensors_of_the_eager_build(self, any_rig):
+        eager = any_rig.build(
+            any_rig.fill(FULL), prepare_attn=any_rig.stock_state.prepare_attn
+        )
+        handed_out = any_rig.run(FULL)
+        assert handed_out.keys() == eager.keys()
+        zeros = any_rig.stock_state._replay_start
+        for layer, metadata in eager.items():
+            assert type(handed_out[layer]) is type(metadata)
+            # The model states have replay starts of their own.
+            names = {
+                field.name
+                for field in fields(metadata)
+                if isinstance(getattr(metadata, field.name), torch.Tensor)
+                and getattr(metadata, field.name).data_ptr() != zeros.data_ptr()
+                and not field.name.endswith("_cpu")
+            }
+            assert names
+            for name in names:
+                left, right = getattr(handed_out[layer], name), getattr(metadata, name)
+                assert left.data_ptr() == right.data_ptr(), (layer, name)
+                assert left.shape == right.shape, (layer, name)
+
+    def test_it_has_no_one_step_holders(self, any_rig):
+        handed_out = any_rig.run(FULL)
+        assert OneStepHolders.of(handed_out).plans == ()
+        window = handed_out["window"]
+        assert window.flashinfer_sparse_index_cache is None
+        assert all(getattr(window, plan) is None for plan in PLANS)
+        sparse = getattr(handed_out["full.indexer"], "sparse_decode", None)
+        assert sparse is None
+
+    def test_an_eager_flashmla_forward_on_it_fails(self, rig):
+        plan = rig.run(FULL)["window"].tile_sched_swaonly
+        cache = torch.zeros(1, 64, 1, 584, dtype=torch.uint8)
+        query = torch.zeros(2, 1, 16, 512, dtype=torch.bfloat16)
+        with pytest.raises(AssertionError, match="must be of type FlashMLASchedMeta"):
+            flash_mla_with_kvcache(
+                query, cache, None, None, 512, plan, indices=torch.zeros(2, 1, 128)
+            )
+
+
+def test_a_long_run_of_random_steps(make_rig):
+    """Batch sizes up and down over two graphs, every buffer poisoned before each
+    step."""
+    rig = make_rig(Architecture.SM90, 1, Way.IN_GRAPH)
+    rig.keep_graphs(1, 2)
+    rig.record()
+    views = {padded: rig.forward_view(padded) for padded in (1, 2)}
+    random = torch.Generator().manual_seed(0)
+    for seed in range(60):
+        num_reqs, larger = torch.randint(1, 3, (2,), generator=random).tolist()
+        padded = max(num_reqs, larger)
+        step = Step.random(num_reqs, padded, 1, MAX_MODEL_LEN, seed)
+        rig.eager(step)
+        want = clones(views[padded])
+        batch = rig.fill(step)
+        for view in views.values():
+            rig.poison(view)
+        rig.run_batch(batch)
+        assert_same_for_forward(want, clones(views[padded]), step)
+    assert rig.state.graphs.stats.served == {Served.IN_GRAPH: 60}
+    assert not rig.state.graphs.stats.eager[Eager.UNRECORDED]
