@@ -260,8 +260,6 @@ class DeepseekV41RecordedModelState(DeepseekV41ModelState):
                     # Of an earlier prefill; no FULL step has one.
                     self.decoder_replay_layers.replay_batch = None
                 self._log_stats_if_due()
-                if self.decoder_replay_layers is not None:
-                    self.decoder_replay_layers.replay_batch = None
                 return attn_metadata
         if not self._trust_replay_starts and self._replays_nothing():
             # Nothing is uploaded then.
