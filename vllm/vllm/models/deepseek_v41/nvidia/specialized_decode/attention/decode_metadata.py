@@ -239,6 +239,62 @@ class _Schedule(NamedTuple):
         )
 
 
+class _Taken:
+    """The jobs of the attention groups taken so far, in the order of their builds."""
+
+    def __init__(self, inputs: DecodeInputs, attn_metadata: dict[str, Any]) -> None:
+        # By what they write: groups share a token-to-request map.
+        self.jobs: dict[tuple[int, ...], Job] = {}
+        self.schedules: list[_Schedule] = []
+        self._inputs = inputs
+        self._attn_metadata = attn_metadata
+        # Addresses of the block tables read so far, and of those that a builder
+        # has clamped in place, as later groups see them.
+        self._read: set[int] = set()
+        self._clamped: set[int] = set()
+
+    def take(self, index: int, group: AttentionGroup) -> bool:
+        """Whether the build of ``group``, of KV-cache group ``index``, is known; then
+        its jobs are added."""
+        builder = group.get_metadata_builder()
+        metadata = self._attn_metadata[group.layer_names[0]]
+        table = self._inputs.block_tables[index]
+        address = table.data_ptr()
+        clamps = _clamps(builder)
+        in_place = clamps and group.kernel_block_size is None
+        # A clamp in place would race with a group that is to read before it.
+        if type(builder) not in _JOBS or (in_place and address in self._read):
+            return False
+        source = _Source.of(
+            group,
+            self._inputs.slot_mappings[index],
+            table,
+            clamps or address in self._clamped,
+        )
+        try:
+            jobs = _JOBS[type(builder)](builder, metadata, source)
+        except Exception as error:
+            # Another version of the builder may lack what the jobs follow from. Its
+            # own build serves all the same.
+            logger.warning_once(
+                "DeepSeek-V4.1 decode: no fused metadata build for %s: %s.",
+                type(builder).__name__,
+                repr(error),
+            )
+            return False
+        if group.kernel_block_table is not None:
+            kernel_table = group.kernel_block_table[0, : self._inputs.num_reqs]
+            jobs.append(source.table_job(Kind.TABLE, kernel_table))
+        elif in_place:
+            jobs.append(source.table_job(Kind.TABLE, table))
+            self._clamped.add(address)
+        self._read.add(address)
+        self.jobs |= {(job.kind, *job.outs): job for job in jobs}
+        if isinstance(builder, DeepseekV32IndexerMetadataBuilder):
+            self.schedules += _Schedule.of(builder, metadata.decode)
+        return True
+
+
 @dataclass
 class FusedBuild:
     """The build of decode steps of one padded shape, in as few launches as can be.
@@ -270,65 +326,24 @@ class FusedBuild:
     ) -> "FusedBuild":
         """The fused build of decode-only ``attn_metadata``, which the builders of
         ``attn_groups`` made of ``inputs``. Does no work on the device."""
-        jobs: dict[tuple[int, ...], Job] = {}
-        schedules: list[_Schedule] = []
+        taken = _Taken(inputs, attn_metadata)
         left: AttnGroups = [[] for _ in attn_groups]
-        # Addresses of the tables read so far, and of those clamped in place, as
-        # later groups see them.
-        read: set[int] = set()
-        clamped: set[int] = set()
         for index, groups in enumerate(attn_groups):
-            table = inputs.block_tables[index]
-            address = table.data_ptr()
             for group in groups:
-                builder = group.get_metadata_builder()
-                metadata = attn_metadata[group.layer_names[0]]
-                clamps = _clamps(builder)
-                in_place = clamps and group.kernel_block_size is None
-                if (
-                    type(builder) not in _JOBS
-                    # Builders run in order: what follows one that is left may
-                    # read what it writes.
-                    or left[index]
-                    # Nor may a clamp race with a group that is to read before it.
-                    or (in_place and address in read)
-                ):
+                # Builders run in order: what follows one that is left may read what
+                # it writes.
+                if left[index] or not taken.take(index, group):
                     left[index].append(group)
-                    continue
-                clamp = clamps or address in clamped
-                source = _Source.of(group, inputs.slot_mappings[index], table, clamp)
-                try:
-                    of_group = _JOBS[type(builder)](builder, metadata, source)
-                except Exception as error:
-                    # Another version of the builder may lack what the jobs follow
-                    # from. Its own build serves all the same.
-                    logger.warning_once(
-                        "DeepSeek-V4.1 decode: no fused metadata build for %s: %s.",
-                        type(builder).__name__,
-                        repr(error),
-                    )
-                    left[index].append(group)
-                    continue
-                if group.kernel_block_table is not None:
-                    kernel_table = group.kernel_block_table[0, : inputs.num_reqs]
-                    of_group.append(source.table_job(Kind.TABLE, kernel_table))
-                elif in_place:
-                    of_group.append(source.table_job(Kind.TABLE, table))
-                    clamped.add(address)
-                read.add(address)
-                # Groups share a token-to-request map: one job is enough.
-                jobs |= {(job.kind, *job.outs): job for job in of_group}
-                if isinstance(builder, DeepseekV32IndexerMetadataBuilder):
-                    schedules += _Schedule.of(builder, metadata.decode)
+        jobs = list(taken.jobs.values())
         return cls(
             inputs,
             attn_metadata,
             attn_groups,
             left,
-            list(jobs.values()),
-            schedules,
+            jobs,
+            taken.schedules,
             max_num_reqs,
-            max((job.window for job in jobs.values()), default=1) or 1,
+            max([1, *(job.window for job in jobs)]),
         )
 
     @property
