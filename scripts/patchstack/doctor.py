@@ -211,11 +211,12 @@ def _requirements(facts: dict[str, Any]) -> list[str]:
 def _words(loaded: Stack, facts: dict[str, Any]) -> list[str]:
     versions = ", ".join(f"{name} {it}" for name, it in facts["versions"].items() if it)
     gpus = ", ".join(facts["gpus"]) or "none that torch sees"
+    vllm = f"{facts['version']} in {facts['package']}"
     return [
         f"stack    vLLM {loaded.base.version}, stack {loaded.digest[:12]}",
         f"reports  {facts['identity']}",
         f"python   {facts['python']} ({facts['python_version']})",
-        f"vllm     {facts['version'] or 'not installed'} in {facts['package']}",
+        f"vllm     {vllm if facts['version'] else 'not installed'}",
         f"with     {versions or 'none of the packages it builds on'}",
         f"GPU      {gpus}",
         f"decode   {facts['decode']}",

@@ -488,7 +488,7 @@ def test_faults_of_an_installation(stacked, monkeypatch, capfd):
         f"stack    vLLM 9.9.0, stack {loaded.digest[:12]}",
         "reports  unknown",
         "python   python (3.11)",
-        "vllm     not installed in None",
+        "vllm     not installed",
         "with     none of the packages it builds on",
         "GPU      none that torch sees",
         "decode   vllm does not import",
