@@ -268,6 +268,7 @@ def bundle(options: argparse.Namespace) -> None:
     if options.split is not None and options.split < 1:
         raise BundleError(f"--split {options.split}: give 1 or more")
     project = fork.read_project(options.tree)
+    fork.refuse_stale(options.tree)
     options.out.mkdir(parents=True, exist_ok=True)
     # The bundle keeps itself out of git wherever it lies.
     (options.out / ".gitignore").write_text("*\n")

@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import subprocess
 import tarfile
 import tomllib
 from collections.abc import Collection
@@ -112,3 +113,23 @@ def stack_digest(tree: Path) -> str | None:
     except OSError:
         return None
     return marker.get("digest") or marker.get("stack") or None
+
+
+def refuse_stale(tree: Path) -> None:
+    """Raise ``BundleError`` where the tree is not as its stack would make it now.
+
+    What runs from such a bundle is nothing that anybody has, and upstream's tests
+    refuse it on the machine, where time is dear.
+    """
+    status = tree.parent / "scripts" / "status.sh"
+    if not status.is_file():
+        return
+    done = subprocess.run([status, "--json"], capture_output=True, text=True)
+    if done.returncode:
+        raise BundleError(f"{status}: {done.stderr.strip() or 'no answer'}")
+    facts = json.loads(done.stdout)
+    applied = facts["applied"] or {}
+    if applied.get("digest") != facts["stack"]:
+        raise BundleError(
+            f"{tree} is not as the stack makes it now: run scripts/apply.sh first"
+        )

@@ -143,6 +143,30 @@ def tree_of(folder: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.parametrize(
+    ("says", "fault"),
+    [
+        ({"stack": "abc", "applied": {"digest": "abc"}}, None),
+        ({"stack": "new", "applied": {"digest": "abc"}}, "not as the stack makes it"),
+        ({"stack": "abc", "applied": None}, "not as the stack makes it"),
+        ("error: a broken stack", "a broken stack"),
+    ],
+)
+def test_a_tree_of_another_stack_is_not_packed(stack, capsys, says, fault):
+    status = stack / "scripts" / "status.sh"
+    if isinstance(says, dict):
+        answer = f"echo '{json.dumps(says)}'"
+    else:
+        answer = f"echo '{says}' >&2; exit 1"
+    status.write_text(f"#!/bin/sh\n{answer}\n")
+    status.chmod(0o755)
+    assert bundle(stack) == (0 if fault is None else 1)
+    if fault is not None:
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert last.startswith("bundle.sh: ") and fault in last
+        assert not (stack / "out").exists()
+
+
 def test_round_trip(stack):
     assert bundle(stack, "--split", "3") == 0
     parts = manifest(stack, "packages")["parts"]
