@@ -59,12 +59,12 @@ def difference_from_upstream(
         if moved is not None:
             return moved
     outputs = _outputs(build)
+    before = {path: tensor.clone() for path, tensor in outputs.items()}
     with _restored((*inputs.tensors(), *outputs.values())):
         for seed, each in enumerate(_ROUNDS):
             poison = each.poison
             _write_random_step(inputs, max_model_len, seed, each)
             step = [tensor.clone() for tensor in inputs.tensors()]
-            before = {path: tensor.clone() for path, tensor in outputs.items()}
             _fill(outputs, poison)
             build_upstream(build.attn_groups)
             wanted = {path: tensor.clone() for path, tensor in outputs.items()}

@@ -79,22 +79,27 @@ _COMPRESSED_SLOT = tl.constexpr(int(Kind.COMPRESSED_SLOT))
 _RING_SLOT = tl.constexpr(int(Kind.RING_SLOT))
 _CONTEXT = tl.constexpr(int(Kind.CONTEXT))
 _TABLE = tl.constexpr(int(Kind.TABLE))
-_TOKEN_TABLE = tl.constexpr(int(Kind.TOKEN_TABLE))
 
-# Columns of Job.row().
-_OUTS = tl.constexpr(1)
-_OUT_STRIDE = tl.constexpr(5)
-_OUT_COLUMNS = tl.constexpr(6)
-_SLOTS = tl.constexpr(7)
-_BLOCK_TABLE = tl.constexpr(8)
-_TABLE_STRIDE = tl.constexpr(9)
-_SPLIT = tl.constexpr(10)
-_SCALE = tl.constexpr(11)
-_CLAMP = tl.constexpr(12)
-_BLOCK_SIZE = tl.constexpr(13)
-_RATIO = tl.constexpr(14)
-_WINDOW_SIZE = tl.constexpr(15)
-_COLUMNS = tl.constexpr(16)
+
+def _column(field: str) -> tl.constexpr:
+    """The column of ``Job.row()`` at which ``field`` begins; ``outs`` takes four."""
+    index = Job._fields.index(field)
+    return tl.constexpr(index if index < 2 else index + 3)
+
+
+_OUTS = _column("outs")
+_OUT_STRIDE = _column("out_stride")
+_OUT_COLUMNS = _column("out_columns")
+_SLOTS = _column("slots")
+_BLOCK_TABLE = _column("table")
+_TABLE_STRIDE = _column("table_stride")
+_SPLIT = _column("split")
+_SCALE = _column("scale")
+_CLAMP = _column("clamp")
+_BLOCK_SIZE = _column("block_size")
+_RATIO = _column("ratio")
+_WINDOW_SIZE = _column("window")
+_COLUMNS = tl.constexpr(len(Job._fields) + 3)
 
 
 @triton.jit

@@ -63,6 +63,8 @@ from vllm.v1.attention.backends.mla.sparse_swa import (
 )
 from vllm.v1.worker.utils import AttentionGroup
 
+from .metadata_tensors import View
+
 logger = init_logger(__name__)
 
 AttnGroups = Sequence[Sequence[AttentionGroup]]
@@ -242,5 +244,5 @@ def _inputs(metadata: DeepseekSparseSWAMetadata) -> tuple[Any, ...]:
     )
 
 
-def _view(tensor: torch.Tensor | None) -> tuple[int, torch.Size] | None:
-    return None if tensor is None else (tensor.data_ptr(), tensor.shape)
+def _view(tensor: torch.Tensor | None) -> View | None:
+    return None if tensor is None else View.of(tensor)

@@ -12,13 +12,10 @@ import time
 from typing import Any
 
 import torch
-from vllm.logger import init_logger
 
 from ..attention.decode_metadata import BuildFn, FusedBuild
 from .fused_builds import FusedBuilds
 from .recordable import without_holders
-
-logger = init_logger(__name__)
 
 
 class InGraphBuilds:

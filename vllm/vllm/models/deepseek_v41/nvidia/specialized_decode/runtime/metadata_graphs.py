@@ -47,12 +47,10 @@ class GraphKey(NamedTuple):
     num_tokens: int
     num_tokens_after_padding: int
 
-
-def padded_key(input_batch: InputBatch) -> GraphKey:
-    """The key of the batch that fills the step's graph."""
-    num_reqs = input_batch.num_reqs_after_padding
-    num_tokens = input_batch.num_tokens_after_padding
-    return GraphKey(num_reqs, num_reqs, num_tokens, num_tokens)
+    @classmethod
+    def padded(cls, num_reqs: int, num_tokens: int) -> "GraphKey":
+        """The key of the batch that fills a graph of this shape."""
+        return cls(num_reqs, num_reqs, num_tokens, num_tokens)
 
 
 class NotRecordableError(RuntimeError):
@@ -109,7 +107,9 @@ class AttnMetadataCudaGraphs:
         every host value the build reads: under padded recording those of the full
         graph, else those of the step.
         """
-        padded = padded_key(input_batch)
+        padded = GraphKey.padded(
+            input_batch.num_reqs_after_padding, input_batch.num_tokens_after_padding
+        )
         recorded = self._graphs.get(padded)
         device_driven = recorded is not None and recorded.device_driven
         why = why_not_uniform_decode(input_batch, cudagraph_mode, device_driven)

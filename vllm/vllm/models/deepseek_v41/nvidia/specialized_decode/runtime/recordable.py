@@ -18,7 +18,7 @@ Declarations hold for the exact type: a subclass may override anything.
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import IntEnum
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -37,7 +37,6 @@ from vllm.v1.attention.backends.mla.sparse_indexer import (
     DeepseekV41SparseIndexerMetadataBuilder,
     SparseMQARowsMetadata,
 )
-from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWAMetadata
 from vllm.v1.attention.ops.flashmla import FlashMLASchedMeta
 
 
@@ -70,6 +69,21 @@ def recording_of(builder: Any) -> Recording:
     return _DECLARED.get(type(builder), Recording.NOT)
 
 
+def _holders(layer_metadata: Any) -> Iterator[tuple[str, Any]]:
+    """The fields of a layer's metadata that hold one-step state, by name."""
+    if not dataclasses.is_dataclass(layer_metadata):
+        return
+    for field in dataclasses.fields(layer_metadata):
+        value = getattr(layer_metadata, field.name)
+        if (
+            # Without FlashMLA (SM120) the class is an empty stand-in.
+            (isinstance(value, FlashMLASchedMeta) and dataclasses.is_dataclass(value))
+            or isinstance(value, SparseMQARowsMetadata)
+            or (field.name == "flashinfer_sparse_index_cache" and value is not None)
+        ):
+            yield field.name, value
+
+
 class OneStepHolders(NamedTuple):
     """The objects in metadata that the first forward of a step fills and later
     layers of that step trust.
@@ -87,20 +101,13 @@ class OneStepHolders(NamedTuple):
         """Those of ``metadata``, a mapping of layer names; layers share them."""
         plans, index_caches, sparse_schedules = {}, {}, {}
         for layer_metadata in metadata.values():
-            if not dataclasses.is_dataclass(layer_metadata):
-                continue
-            if isinstance(layer_metadata, DeepseekSparseSWAMetadata):
-                index_cache = layer_metadata.flashinfer_sparse_index_cache
-                index_caches[id(index_cache)] = index_cache
-            for field in dataclasses.fields(layer_metadata):
-                value = getattr(layer_metadata, field.name)
-                # Without FlashMLA (SM120) the class is an empty stand-in.
-                if isinstance(value, FlashMLASchedMeta) and dataclasses.is_dataclass(
-                    value
-                ):
-                    plans[id(value)] = value
-                elif isinstance(value, SparseMQARowsMetadata):
-                    sparse_schedules[id(value)] = value
+            for _, holder in _holders(layer_metadata):
+                if isinstance(holder, FlashMLASchedMeta):
+                    plans[id(holder)] = holder
+                elif isinstance(holder, SparseMQARowsMetadata):
+                    sparse_schedules[id(holder)] = holder
+                else:
+                    index_caches[id(holder)] = holder
         return cls(
             tuple(plans.values()),
             tuple(index_caches.values()),
@@ -125,13 +132,8 @@ def without_holders(metadata: Mapping[str, Any]) -> dict[str, Any]:
     copies: dict[int, Any] = {}
     for layer_metadata in metadata.values():
         copied = copies[id(layer_metadata)] = copy.copy(layer_metadata)
-        for field in dataclasses.fields(copied):
-            value = getattr(copied, field.name)
-            if (
-                isinstance(value, (FlashMLASchedMeta, SparseMQARowsMetadata))
-                or field.name == "flashinfer_sparse_index_cache"
-            ):
-                setattr(copied, field.name, None)
+        for name, _ in _holders(layer_metadata):
+            setattr(copied, name, None)
     return {
         layer: copies[id(layer_metadata)] for layer, layer_metadata in metadata.items()
     }

@@ -104,10 +104,12 @@ class DeepseekV41RecordedModelState(DeepseekV41ModelState):
         self._recording: GraphKey | None = None
         # Whose buffers the recorded builds read and write.
         self._recorded_owners: tuple[int, ...] | None = None
-        # Leading rows of _replay_start known to hold zeros.
-        self._zero_replay_starts = 0
         # Waking up from sleep may leave other values in _replay_start.
         self._trust_replay_starts = not vllm_config.model_config.enable_sleep_mode
+        # Leading rows of _replay_start known to hold zeros, as all do when made.
+        self._zero_replay_starts = (
+            self._replay_start.shape[0] if self._trust_replay_starts else 0
+        )
         if is_global_first_rank():
             atexit.register(_log_stats, weakref.ref(self))
 
@@ -170,11 +172,8 @@ class DeepseekV41RecordedModelState(DeepseekV41ModelState):
         """Record the builds of the FULL decode steps, in place of earlier ones."""
         self.graphs.release()
         self._for_capture = None
-        in_graph = self.in_graph.captured()
-        for (num_reqs, num_tokens), attn_metadata in in_graph.items():
-            self.graphs.keep_in_graph(
-                GraphKey(num_reqs, num_reqs, num_tokens, num_tokens), attn_metadata
-            )
+        for shape, attn_metadata in self.in_graph.captured().items():
+            self.graphs.keep_in_graph(GraphKey.padded(*shape), attn_metadata)
         if self.graphs.can_record(attn_groups):
             report = self._record(
                 input_buffers, block_tables, attn_groups, kv_cache_config
@@ -249,10 +248,7 @@ class DeepseekV41RecordedModelState(DeepseekV41ModelState):
         if (
             cudagraph_mode is CUDAGraphMode.FULL
             and not input_batch.has_prefill
-            and (
-                input_batch.num_reqs <= self._zero_replay_starts
-                or (self._trust_replay_starts and self._replays_nothing())
-            )
+            and input_batch.num_reqs <= self._zero_replay_starts
         ):
             attn_metadata = self.graphs.in_graph(input_batch)
             if attn_metadata is not None:
