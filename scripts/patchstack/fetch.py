@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 import venv
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -114,14 +115,7 @@ def offers(version: str | None = None) -> dict[str, str | None]:
     python = downloader()
     wanted = f"vllm=={version}" if version else "vllm"
     note(f"asking the package index for {wanted}")
-    done = subprocess.run(
-        [python, "-c", _OFFERS, wanted, json.dumps(_index_settings(python))],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-        env=_downloader_environment(),
-    )
+    done = _run([python, "-c", _OFFERS, wanted, json.dumps(_index_settings(python))])
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no answer"]
         raise StackError(
@@ -286,15 +280,8 @@ def _make_downloader(place: Path) -> None:
             f"and pip modules (python3-venv), {by_hand}"
         ) from None
     # Dependencies are all pinned: the resolver has nothing to decide.
-    command = [place / "bin" / "python", "-m", "pip", "install", "-q", "--no-deps"]
-    done = subprocess.run(
-        [*map(str, command), "--require-hashes", "-r", str(_TOOL)],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-        env=_downloader_environment(),
-    )
+    install = ["-m", "pip", "install", "-q", "--no-deps", "--require-hashes"]
+    done = _run([place / "bin" / "python", *install, "-r", _TOOL])
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no message"]
         raise StackError(
@@ -314,14 +301,7 @@ def _index_options(python: Path) -> list[str]:
 
 def _index_settings(python: Path) -> dict[str, list[str]]:
     """pip's own settings, so that a private mirror set up for pip serves us too."""
-    done = subprocess.run(
-        [python, "-m", "pip", "config", "list"],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-        env=_downloader_environment(),
-    )
+    done = _run([python, "-m", "pip", "config", "list"])
     settings: dict[str, list[str]] = {}
     for line in done.stdout.splitlines():
         name, _, value = line.partition("=")
@@ -342,14 +322,21 @@ def _index_settings(python: Path) -> dict[str, list[str]]:
 
 def _default_index(python: Path) -> str:
     command = "from pip._internal.models.index import PyPI; print(PyPI.simple_url)"
-    done = subprocess.run(
-        [python, "-c", command],
+    done = _run([python, "-c", command])
+    done.check_returncode()
+    return done.stdout.strip()
+
+
+def _run(command: Sequence[str | Path]) -> subprocess.CompletedProcess[str]:
+    """Run a command of the downloader's Python, whatever it exits with."""
+    return subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        check=True,
+        check=False,
         env=_downloader_environment(),
     )
-    return done.stdout.strip()
 
 
 def _downloader_environment() -> dict[str, str]:
