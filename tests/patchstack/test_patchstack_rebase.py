@@ -15,9 +15,6 @@ from patchstack import fetch, needs
 ENGINE = synthetic.ENGINE
 MOVED = "# Engines.\n\nSPEED = 1\n\n\n" + ENGINE
 """The engine with its functions further down."""
-REWRITTEN = ENGINE.replace(
-    "def stop(step):\n    step = step * 2", "def stop(step):"
-) + ("\n\ndef again():\n    return wait(1)\n")
 CLASHING = ENGINE.replace(
     "    return step\n\n\ndef stop", "    return -step\n\n\ndef stop"
 )

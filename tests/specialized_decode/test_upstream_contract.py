@@ -9,7 +9,6 @@ from vllm.config import CUDAGraphMode
 from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.metadata_graphs import (
     AttnMetadataCudaGraphs,
 )
-from vllm.v1.worker.gpu.input_batch import InputBatch
 
 
 def test_upstreams_own_test(cuda_graphs):
@@ -18,14 +17,6 @@ def test_upstreams_own_test(cuda_graphs):
     )
     test()
     assert cuda_graphs.captures == 1
-
-
-def exact_batch(key, buffers) -> InputBatch:
-    num_reqs, padded_reqs, num_tokens, padded_tokens = key
-    batch = InputBatch.make_dummy(num_reqs, num_tokens, buffers)
-    batch.num_reqs_after_padding = padded_reqs
-    batch.num_tokens_after_padding = padded_tokens
-    return batch
 
 
 @pytest.mark.parametrize("architecture", list(Architecture))
