@@ -1,12 +1,13 @@
 """What the model state serves from recordings, and what it never does."""
 
+import time
 from dataclasses import replace
 
 import pytest
 import torch
 from cpu_cuda_graph import CaptureError
 from decode_steps import Step
-from rig import Architecture
+from rig import Architecture, Way
 from vllm.config import CUDAGraphMode
 from vllm.models.deepseek_v41.nvidia.specialized_decode.attention.metadata_tensors import (  # noqa: E501
     tensors,
@@ -333,3 +334,25 @@ def test_the_stand_in_refuses_what_a_cuda_graph_cannot_hold(cuda_graphs):
     ):
         with pytest.raises(CaptureError), torch.cuda.graph(torch.cuda.CUDAGraph()):
             work()
+
+
+@pytest.mark.parametrize("way", Way)
+def test_the_counters_are_logged_when_due(make_rig, way, monkeypatch):
+    rig = make_rig(Architecture.SM90, 1, way)
+    rig.keep_graphs(4)
+    rig.record()
+    stats = rig.state.graphs.stats
+    lines: list[str] = []
+    monkeypatch.setattr(
+        recorded_model_state.logger,
+        "info",
+        lambda text, *args: lines.append(text % args),
+    )
+    stats.line_due = float("inf")
+    rig.run(STEP)
+    assert not lines
+    stats.line_due = time.monotonic()
+    rig.run(STEP)
+    assert lines == [stats.line()] and "full_decode_steps=2" in lines[0]
+    rig.run(STEP)
+    assert len(lines) == 1

@@ -14,7 +14,10 @@ from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.stats import (
 
 def stats() -> MetadataGraphStats:
     stats = MetadataGraphStats()
-    stats.served.update({Served.IN_GRAPH: 60, Served.REPLAYED: 20, Served.LAUNCHED: 10})
+    stats.in_graph = 55
+    stats.refreshed.update(
+        {Served.IN_GRAPH: 5, Served.REPLAYED: 20, Served.LAUNCHED: 10}
+    )
     stats.eager.update(
         {Eager.UNRECORDED: 2, Eager.PREFILL: 8, Eager.NOT_FULL: 40, Eager.DUMMY: 5}
     )
@@ -41,15 +44,13 @@ def test_the_line_is_due_after_a_while_and_after_new_steps(monkeypatch):
     now = 1000.0
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
     counted = stats()
-    counted._logged_at = now
-    assert counted.line_if_due() is None
-    now += 60
-    assert counted.line_if_due() == counted.line()
-    now += 60
-    assert counted.line_if_due() is None
-    counted.served[Served.IN_GRAPH] += 1
-    now += 60
-    assert counted.line_if_due() == counted.line()
+    now = counted.line_due
+    assert now > 1000
+    assert counted.due_line() == counted.line()
+    assert counted.line_due > now
+    assert counted.due_line() is None
+    counted.in_graph += 1
+    assert counted.due_line() == counted.line()
 
 
 def test_the_start_up_line():

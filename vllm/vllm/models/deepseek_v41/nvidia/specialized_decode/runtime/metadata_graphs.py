@@ -81,8 +81,9 @@ class AttnMetadataCudaGraphs:
         self._vllm_config = vllm_config
         self._decode_query_len = decode_query_len
         self._graphs: dict[GraphKey, _Recorded] = {}
-        # By padded requests and tokens.
-        self._in_graph: dict[tuple[int, int], dict[str, Any]] = {}
+        self.in_graph: dict[tuple[int, int], dict[str, Any]] = {}
+        """By padded requests and tokens, the metadata of the steps whose forward
+        graph refreshes it; what ``key`` and ``replay`` come to, without a call."""
         self._side_streams: list[torch.cuda.Stream] = []
         self._recording: Recording | None = None
         self.stats = MetadataGraphStats()
@@ -263,7 +264,7 @@ class AttnMetadataCudaGraphs:
         """The forward graphs of ``key`` refresh ``attn_metadata``, which holds
         nothing that a forward could fill."""
         self._keep(key, Served.IN_GRAPH, _nothing, attn_metadata, device_driven=True)
-        self._in_graph[key.num_reqs, key.num_tokens] = attn_metadata
+        self.in_graph[key.num_reqs, key.num_tokens] = attn_metadata
 
     def _record(self, build: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         """What ``build`` returns while it is recorded, and its replay."""
@@ -294,16 +295,6 @@ class AttnMetadataCudaGraphs:
         """How many keys are served each way."""
         return Counter(recorded.served for recorded in self._graphs.values())
 
-    def in_graph(self, input_batch: InputBatch) -> dict[str, Any] | None:
-        """The metadata of a FULL step whose forward graph refreshes it, counted;
-        else None. What ``key`` and ``replay`` come to, at a fraction of the time."""
-        attn_metadata = self._in_graph.get(
-            (input_batch.num_reqs_after_padding, input_batch.num_tokens_after_padding)
-        )
-        if attn_metadata is not None:
-            self.stats.served[Served.IN_GRAPH] += 1
-        return attn_metadata
-
     def replay(self, key: GraphKey) -> dict[str, Any] | None:
         """Refresh what the forward graphs of ``key`` read, the way it was recorded,
         and return the metadata recorded with it.
@@ -332,13 +323,13 @@ class AttnMetadataCudaGraphs:
             self.build_eagerly(Eager.USED_HOLDER)
             return None
         recorded.refresh()
-        self.stats.served[recorded.served] += 1
+        self.stats.refreshed[recorded.served] += 1
         return recorded.attn_metadata
 
     def release(self) -> None:
         """Drop the recordings and the verdict of ``can_record``."""
         self._graphs.clear()
-        self._in_graph.clear()
+        self.in_graph.clear()
         self._recording = None
 
     def _forked_build(

@@ -41,6 +41,8 @@ from .stats import RecordingReport
 
 logger = init_logger(__name__)
 
+_FULL = CUDAGraphMode.FULL
+
 # A recording takes milliseconds and well under a MiB. Far beyond that something
 # is wrong, and the start-up of the server and its KV cache come first.
 MAX_RECORDING_SECONDS = 60.0
@@ -244,18 +246,28 @@ class DeepseekV41RecordedModelState(DeepseekV41ModelState):
         **kwargs: Any,
     ) -> dict[str, Any]:
         # A FULL graph that refreshes its own metadata needs nothing from the host
-        # but the replay starts, which are zero and stay so in decode steps.
+        # but the replay starts, which are zero and stay so in decode steps. No call
+        # and no enum's member here: after a long step the caches are cold, and
+        # either costs microseconds.
         if (
-            cudagraph_mode is CUDAGraphMode.FULL
+            cudagraph_mode is _FULL
             and not input_batch.has_prefill
             and input_batch.num_reqs <= self._zero_replay_starts
         ):
-            attn_metadata = self.graphs.in_graph(input_batch)
+            attn_metadata = self.graphs.in_graph.get(
+                (
+                    input_batch.num_reqs_after_padding,
+                    input_batch.num_tokens_after_padding,
+                )
+            )
             if attn_metadata is not None:
                 if self.decoder_replay_layers is not None:
                     # Of an earlier prefill; no FULL step has one.
                     self.decoder_replay_layers.replay_batch = None
-                self._log_stats_if_due()
+                stats = self.graphs.stats
+                stats.in_graph += 1
+                if time.monotonic() >= stats.line_due:
+                    self._log_stats()
                 return attn_metadata
         if not self._trust_replay_starts and self._replays_nothing():
             # Nothing is uploaded then.
@@ -303,7 +315,8 @@ class DeepseekV41RecordedModelState(DeepseekV41ModelState):
                 replayed = self._replay_recorded(
                     key, input_batch, block_tables, slot_mappings, attn_groups
                 )
-            self._log_stats_if_due()
+            if time.monotonic() >= self.graphs.stats.line_due:
+                self._log_stats()
         if replayed is not None:
             return replayed
         attn_metadata = eager_build(
@@ -379,8 +392,8 @@ class DeepseekV41RecordedModelState(DeepseekV41ModelState):
             and self.decoder_replay_layers is None
         )
 
-    def _log_stats_if_due(self) -> None:
-        line = self.graphs.stats.line_if_due()
+    def _log_stats(self) -> None:
+        line = self.graphs.stats.due_line()
         if line is not None and is_global_first_rank():
             logger.info("%s", line)
 

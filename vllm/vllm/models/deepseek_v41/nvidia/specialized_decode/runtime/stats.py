@@ -26,10 +26,20 @@ class Served(StrEnum):
 class MetadataGraphStats:
     """How the metadata of this rank's steps was built since start-up."""
 
-    served: Counter[Served] = field(default_factory=Counter)
+    refreshed: Counter[Served] = field(default_factory=Counter)
+    in_graph: int = 0
+    """Steps of ``Served.IN_GRAPH`` beyond those in ``refreshed``: all their host does
+    is to count, and a Counter would take as long as the rest."""
     eager: Counter[Eager] = field(default_factory=Counter)
-    _logged_at: float = field(default_factory=time.monotonic, repr=False)
+    line_due: float = field(
+        default_factory=lambda: time.monotonic() + _LOG_INTERVAL_S, repr=False
+    )
+    """When ``due_line`` is to be asked for next, in ``time.monotonic()``."""
     _logged_steps: int = field(default=0, repr=False)
+
+    @property
+    def served(self) -> Counter[Served]:
+        return self.refreshed + Counter({Served.IN_GRAPH: self.in_graph})
 
     @property
     def replayed(self) -> int:
@@ -61,13 +71,10 @@ class MetadataGraphStats:
             f"full_decode_steps={steps}" + (f" ({reasons})" if reasons else "")
         )
 
-    def line_if_due(self) -> str | None:
-        """``line()`` where FULL decode steps ran since the last one that was due
-        and some seconds have passed."""
-        now = time.monotonic()
-        if now - self._logged_at < _LOG_INTERVAL_S:
-            return None
-        self._logged_at = now
+    def due_line(self) -> str | None:
+        """``line()``, or None where no FULL decode step ran since the last one;
+        sets ``line_due`` anew."""
+        self.line_due = time.monotonic() + _LOG_INTERVAL_S
         if self.full_decode_steps == self._logged_steps:
             return None
         self._logged_steps = self.full_decode_steps
