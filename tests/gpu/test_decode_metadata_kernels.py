@@ -4,10 +4,14 @@ torch, bitwise, and nothing written beside its outputs."""
 import pytest
 import torch
 from decode_metadata_cases import Shape, assert_same, random_case
+from decode_metadata_reference import schedule
 from vllm.models.deepseek_v41.nvidia.specialized_decode.attention.decode_metadata_kernels import (  # noqa: E501
     Kind,
 )
+from vllm.platforms import current_platform
 from vllm.triton_utils import triton
+from vllm.utils.deep_gemm import get_paged_mqa_logits_metadata
+from vllm.utils.platform_utils import num_compute_units
 
 pytestmark = pytest.mark.gpu
 
@@ -64,6 +68,26 @@ def test_the_widest_tables_equal_the_reference():
         on_device = case.to(DEVICE)
         on_device.launcher(MAX_NUM_REQS, MAX_WINDOW)()
         assert_same(case.expected(), on_device)
+
+
+@pytest.mark.parametrize("item_tokens", [1, 2, 4])
+def test_schedules_are_those_of_deepgemm(item_tokens):
+    """What the reference promises is what the kernel of the indexer's logits takes."""
+    if not current_platform.is_device_capability_family(90):
+        pytest.skip("other architectures share the work out otherwise")
+    workers = num_compute_units() // (2 if item_tokens == 4 else 1)
+    random = torch.Generator().manual_seed(item_tokens)
+    for items in (1, 2, 31, 32, 33, 192, 1024):
+        for longest in (1, 300, 8192, 2**20):
+            lens = torch.randint(0, longest, (items, item_tokens), generator=random)
+            # Requests that hold nothing yet, and none that holds anything.
+            for share in (0.0, 0.5, 1.0):
+                lens[torch.rand(items, generator=random) < share] = 0
+                units = -(-lens[:, -1] // 256)
+                got = get_paged_mqa_logits_metadata(
+                    lens.int().to(DEVICE), 64, num_compute_units()
+                )
+                assert torch.equal(got.cpu(), schedule(units, workers).int())
 
 
 @pytest.mark.parametrize("shape", (SMALL[1], LARGE[3]), ids=str)

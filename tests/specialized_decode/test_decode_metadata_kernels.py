@@ -102,7 +102,8 @@ SLOTS = (Kind.WINDOW, Kind.COMPRESSED_SLOT)
 OTHER_JOBS = [
     *((kind, "window") for kind in [Kind.WINDOW]),
     *((kind, "block_size") for kind in (*SLOTS, Kind.RING_SLOT)),
-    *((kind, "ratio") for kind in (Kind.COMPRESSED_SLOT, Kind.CONTEXT)),
+    *((kind, "ratio") for kind in (Kind.COMPRESSED_SLOT, Kind.CONTEXT, Kind.SCHEDULE)),
+    *((Kind.SCHEDULE, field) for field in ("block_size", "workers", "item_tokens")),
     *((kind, "split") for kind in (*SLOTS, *TABLES)),
     *((kind, "scale") for kind in (*SLOTS, *TABLES, Kind.RING_SLOT)),
     *((kind, "clamp") for kind in (*SLOTS, *TABLES, Kind.RING_SLOT)),

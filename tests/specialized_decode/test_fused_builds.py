@@ -2,6 +2,7 @@
 not know, or gets wrong, those go on to build."""
 
 import logging
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -116,7 +117,7 @@ ELSEWHERE = torch.zeros(1 << 16, dtype=torch.int64)
 
 @pytest.mark.parametrize(
     ("query_len", "kinds"),
-    [(1, set(Kind) - {Kind.TOKEN_TABLE}), (3, {Kind.TOKEN_TABLE})],
+    [(1, set(Kind) - {Kind.TOKEN_TABLE, Kind.SCHEDULE}), (3, {Kind.TOKEN_TABLE})],
 )
 def test_the_check_sees_every_wrong_job(make_small_rig, query_len, kinds):
     rig = make_small_rig(Way.IN_GRAPH, query_len=query_len)
@@ -163,6 +164,56 @@ def test_the_check_sees_a_missing_schedule(make_small_rig):
         replace(build, _schedules=[]), build_upstream, MAX_MODEL_LEN
     )
     assert path.endswith("decode.schedule_metadata")
+
+
+@pytest.mark.parametrize("query_len", [1, 2, 3, 4])
+def test_the_check_sees_every_wrong_schedule(make_small_rig, query_len):
+    rig = make_small_rig(Way.IN_GRAPH, query_len=query_len)
+    build, build_upstream = offered(rig)
+    assert len(build._schedules) == 2
+    for index, schedule in enumerate(build._schedules):
+        job = schedule.job
+        for field in ("workers", "item_tokens", "block_size", "ratio"):
+            # No value that writes past the schedule.
+            values = {"workers": job.workers - 1, "block_size": 2 * job.block_size}
+            value = values.get(field, getattr(job, field) + 1)
+            other = job._replace(**{field: value})
+            schedules = list(build._schedules)
+            schedules[index] = schedule._replace(job=other)
+            path = difference_from_upstream(
+                replace(build, _schedules=schedules), build_upstream, MAX_MODEL_LEN
+            )
+            assert path is not None and path.endswith("schedule_metadata"), field
+
+
+SERVED = {
+    Way.IN_GRAPH: Served.IN_GRAPH,
+    Way.SEPARATE: Served.REPLAYED,
+    Way.LAUNCHED: Served.LAUNCHED,
+}
+
+
+@pytest.mark.parametrize("way", SERVED)
+@pytest.mark.parametrize("query_len", [1, 3, 4])
+def test_an_unexpected_schedule_stays_deepgemms(
+    make_small_rig, monkeypatch, log, way, query_len
+):
+    """All else is fused all the same."""
+    monkeypatch.setattr(decode_metadata, "_SM90_UNIT", 128)
+    rig = make_small_rig(way, query_len=query_len)
+    rig.record()
+    served = SERVED[way]
+    assert rig.state.graphs.served() == {served: 1}
+    [line] = log.lines
+    assert re.search(r"DeepGEMM makes the schedule .*\.schedule_metadata\.", line)
+    check_a_step(rig, replace(STEP, query_len=query_len))
+    assert rig.state.graphs.stats.served == {served: 1}
+
+
+@pytest.mark.parametrize("architecture", [Architecture.SM100, Architecture.SM120])
+def test_schedules_of_other_architectures_stay_deepgemms(make_small_rig, architecture):
+    build, _ = offered(make_small_rig(Way.IN_GRAPH, architecture))
+    assert build._schedules and not build.knows_schedules
 
 
 def explode(*_, **__):
@@ -221,7 +272,7 @@ def differing(monkeypatch):
 
 
 def failing(monkeypatch):
-    monkeypatch.setattr(decode_metadata._Schedule, "write", explode)
+    monkeypatch.setattr(decode_metadata, "write_decode_metadata", explode)
 
 
 WRONG = {"['ring'].slot_mapping": differing, "nothing": failing}

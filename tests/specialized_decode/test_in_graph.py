@@ -23,6 +23,7 @@ from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.recordable impor
 )
 from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.stats import Served
 from vllm.third_party.flashmla.flash_mla_interface import flash_mla_with_kvcache
+from vllm.v1.attention.backends.mla import indexer
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 STEP = Step((1025,), 2, 1)
@@ -86,6 +87,21 @@ class Launches(TorchDispatchMode):
         if not func._schema.name.startswith(self.VIEWS):
             self.names.append(func._schema.name)
         return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("query_len", [1, 2, 3, 4])
+def test_a_fused_build_is_one_launch(make_rig, monkeypatch, query_len):
+    rig = make_rig(Architecture.SM90, query_len, Way.LAUNCHED)
+    rig.keep_graphs(2)
+    rig.record()
+    monkeypatch.delattr(indexer, "get_paged_mqa_logits_metadata")
+    batch = rig.fill(replace(STEP, query_len=query_len))
+    with Launches(monkeypatch) as launches:
+        rig.run_batch(batch)
+    # The interpreter moves its arguments by torch.
+    kernels = [name for name in launches.names if not name.startswith("aten::")]
+    assert kernels == ["_decode_metadata_kernel"]
+    assert rig.state.graphs.stats.served == {Served.LAUNCHED: 1}
 
 
 class TestWhatIsCaptured:

@@ -279,10 +279,20 @@ class _Layout:
             # Reads what the job before writes: both clamp, so the order is free.
             out = self._out(torch.int64, num_tokens)
             yield self._job(Kind.COMPRESSED_SLOT, _CLAMPED, out)
-        else:
+        elif kind == Kind.TOKEN_TABLE:
             columns = self._columns(_COMPRESSED)
             out = self._out(torch.int32, num_tokens, columns)
             yield self._job(kind, _COMPRESSED, out)
+        else:
+            for item_tokens in sorted({1, min(2, num_tokens), min(4, num_tokens)}):
+                workers = self._choice(1, 3, 132, 300)
+                out = _poisoned((workers + 1, 2), torch.int32, guard=_GUARD)
+                yield replace(
+                    self._job(kind, _COMPRESSED, out),
+                    block_size=self._choice(3, 64, 256),
+                    workers=workers,
+                    item_tokens=item_tokens,
+                )
 
     def _columns(self, group: int) -> int:
         """All kernel blocks of a table, or the first so many."""

@@ -35,6 +35,8 @@ class TensorJob:
     block_size: int = 1
     ratio: int = 1
     window: int = 0
+    workers: int = 0
+    item_tokens: int = 1
 
     def job(self, inputs: DecodeInputs) -> Job:
         addresses = [0 if out is None else out.data_ptr() for out in self.outs]
@@ -55,6 +57,8 @@ class TensorJob:
             block_size=self.block_size,
             ratio=self.ratio,
             window=self.window,
+            workers=self.workers,
+            item_tokens=self.item_tokens,
         )
 
 
@@ -154,6 +158,27 @@ def _table(job: TensorJob, inputs: DecodeInputs, per_token: bool) -> Outs:
     return (torch.where(tokens.real[:, None], blocks[tokens.request], null),)
 
 
+def schedule(units: torch.Tensor, workers: int) -> torch.Tensor:
+    """Where the ``workers`` begin, [workers + 1, 2] int64, in items of so many
+    ``units`` [items]; see ``Kind.SCHEDULE``."""
+    units = units.long()
+    ends = units.cumsum(0)
+    worker = torch.arange(workers + 1, device=units.device)
+    shares = ends[-1] // workers + (worker >= workers - ends[-1] % workers)
+    begins = shares.cumsum(0) - shares
+    item = torch.searchsorted(ends, begins, right=True)
+    last = item == units.numel()
+    within = begins - (ends - units)[torch.where(last, 0, item)]
+    return torch.stack((item, torch.where(last, 0, within)), 1)
+
+
+def _schedule(job: TensorJob, inputs: DecodeInputs) -> Outs:
+    tokens = _Tokens.of(job, inputs)
+    states = torch.where(tokens.real, (tokens.position + 1) // job.ratio, 0)
+    lasts = states[job.item_tokens - 1 :: job.item_tokens]
+    return (schedule(-(-lasts // job.block_size), job.workers),)
+
+
 _REFERENCES: dict[Kind, Callable[[TensorJob, DecodeInputs], Outs]] = {
     Kind.REQUEST: _request,
     Kind.WINDOW: _window,
@@ -162,6 +187,7 @@ _REFERENCES: dict[Kind, Callable[[TensorJob, DecodeInputs], Outs]] = {
     Kind.CONTEXT: _context,
     Kind.TABLE: partial(_table, per_token=False),
     Kind.TOKEN_TABLE: partial(_table, per_token=True),
+    Kind.SCHEDULE: _schedule,
 }
 
 

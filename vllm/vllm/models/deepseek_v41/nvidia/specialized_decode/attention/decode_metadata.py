@@ -6,12 +6,12 @@ in two to twenty small launches each. ``FusedBuild`` writes the same bytes from
 the same device data at once. It starts from metadata that those builders made
 for the padded shape of the step: the tensors of that metadata are what a FULL
 forward graph reads, so they are what it writes. Groups of builders it does not
-know are left to those builders, and so is DeepGEMM's schedule of the indexer's
-paged logits, which follows from the context lengths in a launch of DeepGEMM's own.
+know are left to those builders, and a schedule of the indexer's paged logits that
+it does not know to DeepGEMM.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -207,27 +207,53 @@ _JOBS: dict[type, Callable[[Any, Any, _Source], list[Job]]] = {
 }
 
 
+# What one unit of DeepGEMM's schedule for SM90 covers, in states.
+_SM90_UNIT = 256
+
+
 class _Schedule(NamedTuple):
-    """DeepGEMM's schedule of one indexer's paged logits."""
+    """DeepGEMM's schedule of one indexer's paged logits.
+
+    ``job`` writes it too, where DeepGEMM divides the work as on SM90
+    (``sm90_paged_mqa_logits_metadata`` in its scheduler/sm90_paged_mqa_logits.cuh).
+    """
 
     context_lens: torch.Tensor
     indices: torch.Tensor | None
     block_size: int
     num_sms: int
     out: torch.Tensor
+    job: Job | None
 
     @classmethod
-    def of(cls, builder: Any, decode: Any) -> list["_Schedule"]:
+    def of(cls, builder: Any, decode: Any, num_tokens: int) -> list["_Schedule"]:
         """That of ``builder``, if it makes one."""
-        if not (indexer.current_platform.is_cuda() and indexer.has_deep_gemm()):
+        platform = indexer.current_platform
+        if not (platform.is_cuda() and indexer.has_deep_gemm()):
             return []
+        context_lens, out = decode.seq_lens, decode.schedule_metadata
+        job = None
+        if (
+            platform.is_device_capability_family(90)
+            and decode.indices is None
+            and context_lens.numel() == num_tokens
+        ):
+            job = Job(
+                Kind.SCHEDULE,
+                (out.data_ptr(), 0, 0, 0),
+                block_size=_SM90_UNIT,
+                ratio=builder.compress_ratio,
+                workers=out.shape[0] - 1,
+                item_tokens=context_lens.shape[1],
+            )
         return [
             cls(
-                decode.seq_lens,
+                context_lens,
                 decode.indices,
                 builder.kv_cache_spec.num_states,
                 builder.num_sms,
-                decode.schedule_metadata,
+                out,
+                job,
             )
         ]
 
@@ -291,7 +317,9 @@ class _Taken:
         self._read.add(address)
         self.jobs |= {(job.kind, *job.outs): job for job in jobs}
         if isinstance(builder, DeepseekV32IndexerMetadataBuilder):
-            self.schedules += _Schedule.of(builder, metadata.decode)
+            self.schedules += _Schedule.of(
+                builder, metadata.decode, self._inputs.num_tokens
+            )
         return True
 
 
@@ -314,7 +342,8 @@ class FusedBuild:
 
     @cached_property
     def _job_table(self) -> torch.Tensor:
-        return job_table(self._jobs, self.inputs.seq_lens.device)
+        schedules = [each.job for each in self._schedules if each.job is not None]
+        return job_table(self._jobs + schedules, self.inputs.seq_lens.device)
 
     @classmethod
     def of(
@@ -370,9 +399,20 @@ class FusedBuild:
             self._max_window,
         )
         for schedule in self._schedules:
-            schedule.write()
+            if schedule.job is None:
+                schedule.write()
         if build_left is not None and any(self.left):
             build_left(self.left)
+
+    @property
+    def knows_schedules(self) -> bool:
+        """Whether the launch writes a schedule of DeepGEMM's."""
+        return any(schedule.job is not None for schedule in self._schedules)
+
+    def with_deepgemm_schedules(self) -> "FusedBuild":
+        """This build with all schedules left to DeepGEMM."""
+        schedules = [schedule._replace(job=None) for schedule in self._schedules]
+        return replace(self, _schedules=schedules)
 
     def writes_for(self, other: "FusedBuild") -> bool:
         """Whether this build refreshes the metadata of ``other`` as well."""

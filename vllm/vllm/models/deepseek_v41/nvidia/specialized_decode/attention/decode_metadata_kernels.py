@@ -42,6 +42,12 @@ class Kind(IntEnum):
     TOKEN_TABLE = 6
     """outs[0] [tokens, out_columns] int32: its request's kernel blocks; those of the
     null block for padding."""
+    SCHEDULE = 7
+    """outs[0] [workers + 1, 2] int32: where each worker begins, as an item and a unit
+    of it. An item is ``item_tokens`` tokens; the states up to its last one are so
+    many units of ``block_size``. The units of all items in order go to the workers
+    in order, to each as many, or one more to the last ones. The end, and all where
+    there is no unit, is past the last item."""
 
 
 class Job(NamedTuple):
@@ -67,6 +73,8 @@ class Job(NamedTuple):
     block_size: int = 1
     ratio: int = 1
     window: int = 0
+    workers: int = 0
+    item_tokens: int = 1
 
     def row(self) -> list[int]:
         kind, outs, *rest = self
@@ -79,6 +87,7 @@ _COMPRESSED_SLOT = tl.constexpr(int(Kind.COMPRESSED_SLOT))
 _RING_SLOT = tl.constexpr(int(Kind.RING_SLOT))
 _CONTEXT = tl.constexpr(int(Kind.CONTEXT))
 _TABLE = tl.constexpr(int(Kind.TABLE))
+_SCHEDULE = tl.constexpr(int(Kind.SCHEDULE))
 
 
 def _column(field: str) -> tl.constexpr:
@@ -99,6 +108,8 @@ _CLAMP = _column("clamp")
 _BLOCK_SIZE = _column("block_size")
 _RATIO = _column("ratio")
 _WINDOW_SIZE = _column("window")
+_WORKERS = _column("workers")
+_ITEM_TOKENS = _column("item_tokens")
 _COLUMNS = tl.constexpr(len(Job._fields) + 3)
 
 
@@ -199,6 +210,59 @@ def _write_table_row(job, row, req, real, BLOCK_COLUMNS: tl.constexpr):
         tl.store(out + column, block.to(tl.int32), mask=inside)
 
 
+@triton.jit
+def _write_schedule(
+    job,
+    token,
+    position,
+    real,
+    query_start_loc,
+    seq_lens,
+    num_reqs,
+    MAX_REQS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    """The program of an item's last token writes the workers that begin in it."""
+    item_tokens = tl.load(job + _ITEM_TOKENS).to(tl.int32)
+    unit = tl.load(job + _BLOCK_SIZE).to(tl.int32)
+    ratio = tl.load(job + _RATIO).to(tl.int32)
+    workers = tl.load(job + _WORKERS).to(tl.int32)
+    index = tl.arange(0, MAX_REQS)
+    inside = index < num_reqs
+    starts = tl.load(query_start_loc + index, mask=inside, other=0)
+    ends = tl.load(query_start_loc + 1 + index, mask=inside, other=0)
+    query_lens = ends - starts
+    past = tl.load(seq_lens + index, mask=inside, other=0) - query_lens
+    # Units of all items and of those before this one, over requests.
+    units = tl.zeros([MAX_REQS], dtype=tl.int32)
+    before = tl.zeros([MAX_REQS], dtype=tl.int32)
+    for offset in range(0, tl.max(query_lens, 0)):
+        at = starts + offset
+        closes = (offset < query_lens) & ((at + 1) % item_tokens == 0)
+        of_item = tl.cdiv((past + offset + 1) // ratio, unit)
+        units += tl.where(closes, of_item, 0)
+        before += tl.where(closes & (at < token), of_item, 0)
+    total = tl.sum(units, 0)
+    first = tl.sum(before, 0)
+    own = tl.where(real, tl.cdiv((position.to(tl.int32) + 1) // ratio, unit), 0)
+    each = total // workers
+    fewer = workers - total % workers
+    item = token // item_tokens
+    items = tl.num_programs(1) // item_tokens
+    out = tl.load(job + _OUTS).to(tl.pointer_type(tl.int32))
+    for block in range(0, workers + 1, BLOCK_COLUMNS):
+        worker = block + tl.arange(0, BLOCK_COLUMNS)
+        begin = worker * each + tl.maximum(worker - fewer, 0)
+        within = begin - first
+        here = (worker < workers) & (within >= 0) & (within < own)
+        # The last item's program writes what lies in no item.
+        past_all = (worker == workers) | ((worker < workers) & (total == 0))
+        past_all &= item == items - 1
+        row = out + 2 * worker
+        tl.store(row, tl.where(here, item, items), mask=here | past_all)
+        tl.store(row + 1, tl.where(here, within, 0), mask=here | past_all)
+
+
 @triton.jit(do_not_specialize=["num_reqs"])
 def _decode_metadata_kernel(
     jobs,
@@ -240,6 +304,19 @@ def _decode_metadata_kernel(
     elif kind == _TABLE:
         if token < num_reqs:
             _write_table_row(job, token, token, token < num_reqs, BLOCK_COLUMNS)
+    elif kind == _SCHEDULE:
+        if (token + 1) % tl.load(job + _ITEM_TOKENS) == 0:
+            _write_schedule(
+                job,
+                token,
+                position,
+                real,
+                query_start_loc,
+                seq_lens,
+                num_reqs,
+                MAX_REQS,
+                BLOCK_COLUMNS,
+            )
     else:
         _write_table_row(job, token, req, real, BLOCK_COLUMNS)
 

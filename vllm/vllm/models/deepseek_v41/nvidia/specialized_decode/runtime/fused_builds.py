@@ -16,6 +16,8 @@ class FusedBuilds:
         self._max_model_len = max_model_len
         self._proven: dict[tuple[int, int], FusedBuild] = {}
         self._refused: dict[tuple[int, int], FusedBuild] = {}
+        # Whether DeepGEMM was found to schedule otherwise than the launch does.
+        self._deepgemm_schedules = False
 
     def proven(self, build: FusedBuild) -> FusedBuild | None:
         """A proven build that writes what ``build`` does, or None. Does no work on
@@ -25,15 +27,31 @@ class FusedBuilds:
     def prove(self, build: FusedBuild, build_upstream: BuildFn) -> FusedBuild | None:
         """``proven``, after comparing ``build`` to ``build_upstream`` if need be.
 
-        Whatever goes wrong in that means that the fused build is not used.
+        Where its schedules of DeepGEMM's are all that differs, DeepGEMM goes on to
+        make them. Whatever else goes wrong means that the fused build is not used.
         """
         known = self.proven(build)
         if known is not None:
             return known
         if _alike(self._refused, build) is not None:
             return None
+        if self._deepgemm_schedules:
+            build = build.with_deepgemm_schedules()
         try:
             path = difference_from_upstream(build, build_upstream, self._max_model_len)
+            if path is not None and build.knows_schedules:
+                first, build = path, build.with_deepgemm_schedules()
+                path = difference_from_upstream(
+                    build, build_upstream, self._max_model_len
+                )
+                if path is None:
+                    self._deepgemm_schedules = True
+                    logger.warning(
+                        "DeepSeek-V4.1 decode: DeepGEMM makes the schedule of the "
+                        "indexer's logits in launches of its own, as it comes out "
+                        "other than expected in %s. Please report this.",
+                        first,
+                    )
         except Exception:
             logger.exception("Comparing the fused attention metadata failed.")
             path = "nothing"
