@@ -26,6 +26,7 @@ from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.recorded_model_s
     DeepseekV41RecordedModelState,
 )
 from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.stats import Served
+from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.workspace import lock_workspace, unlock_workspace
 
@@ -210,6 +211,16 @@ WAYS = {
 def test_every_full_decode_graph_refreshes_its_own_metadata(real):
     assert real.state.graphs.served() == {Served.IN_GRAPH: len(real.graphs)}
     print(f"graphs: {len(real.graphs)}")
+
+
+def test_sm90_leaves_no_schedule_to_deepgemm(real):
+    if not current_platform.is_device_capability_family(90):
+        pytest.skip("other architectures share the work out otherwise")
+    captured = [
+        build for each in real.state.in_graph._captured.values() for build in each
+    ]
+    assert len(captured) == len(real.graphs)
+    assert all(build.knows_schedules for build in captured)
 
 
 def test_in_graph_equals_eager_for_every_key(real):
