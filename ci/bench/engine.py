@@ -63,6 +63,8 @@ def measure(request: Request) -> Measured:
     switch = Switch(request.paths, upstream, request.query_len)
     in_graph = request.paths == ["in_graph"]
     _install(switch)
+    from vllm.stack_identity import IDENTITY
+
     engine = proxy_engine.make(
         request.model,
         request.query_len,
@@ -120,6 +122,7 @@ def measure(request: Request) -> Measured:
                     torch=torch.__version__,
                     gpu=torch.cuda.get_device_name(),
                     commit=request.commit,
+                    stack=IDENTITY.stack,
                 )
             )
     return Measured(records, heads)

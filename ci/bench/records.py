@@ -42,6 +42,9 @@ class Record:
             under the profiler, which slows the host: stock waits longer there.
         step_ms_p50: Time between the builds of neighbouring steps, ms.
         recordings, record_seconds, record_mib: What start-up pays; None for stock.
+        commit: What the fork was called, by default the commit of the checkout that
+            ran the bench.
+        stack: The identity of the vllm that was measured.
     """
 
     proxy: int
@@ -63,6 +66,7 @@ class Record:
     torch: str
     gpu: str
     commit: str
+    stack: str
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -79,7 +83,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 _SHOWN = [
     field.name
     for field in fields(Record)
-    if field.name not in ("torch", "gpu", "commit")
+    if field.name not in ("torch", "gpu", "commit", "stack")
 ]
 
 

@@ -41,6 +41,7 @@ def record(**changes) -> Record:
             torch="2.11.0",
             gpu="a GPU",
             commit="abc",
+            stack="0123.4567",
         ),
         **changes,
     )
@@ -66,7 +67,7 @@ def test_the_records_are_what_readers_expect():
         *("proxy", "batch", "query_len", "path", "host_us_p50", "host_us_p99"),
         *("launch_calls", "device_us", "step_ms_p50", "recordings"),
         *("step_launch_calls", "planner_launches", "gpu_metadata_us"),
-        *("record_seconds", "record_mib", "torch", "gpu", "commit"),
+        *("record_seconds", "record_mib", "torch", "gpu", "commit", "stack"),
     }
 
 
