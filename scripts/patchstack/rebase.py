@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from . import (
-    accept,
     apply,
     archive,
     fetch,
@@ -23,6 +22,7 @@ from . import (
     tree,
     trial,
 )
+from .accept import Acceptance
 from .base import path_sha256
 from .carry import CONFLICT_MARKS, Choices, Outcome, Resolution
 from .errors import StackError, count, some
@@ -328,7 +328,7 @@ class _Work:
                 f"{state.version} (or --from SDIST)"
             )
         self._refuse_edits()
-        done = accept.accept(
+        acceptance = Acceptance(
             self.loaded,
             self.history,
             tried,
@@ -336,6 +336,7 @@ class _Work:
             state.pins,
             options.offline,
         )
+        done = acceptance.write()
         shutil.rmtree(self.folder)
         if options.json:
             print(json.dumps({"state": "accepted", "done": done}))

@@ -504,7 +504,8 @@ def test_series_that_does_not_make_the_tree():
     trial = SimpleNamespace(releases=SimpleNamespace(new="tree"))
     carried = [SimpleNamespace(new=None, new_commit="b")]
     with pytest.raises(StackError) as fault:
-        accept._prove(history, trial, carried, None)
+        acceptance = accept.Acceptance(None, history, trial, None, {}, True)
+        acceptance._prove(carried, None)
     assert str(fault.value) == (
         "the new patches do not make the tree: please report this"
     )
