@@ -35,23 +35,8 @@ class FusedBuilds:
             return known
         if _alike(self._refused, build) is not None:
             return None
-        if self._deepgemm_schedules:
-            build = build.with_deepgemm_schedules()
         try:
-            path = difference_from_upstream(build, build_upstream, self._max_model_len)
-            if path is not None and build.knows_schedules:
-                first, build = path, build.with_deepgemm_schedules()
-                path = difference_from_upstream(
-                    build, build_upstream, self._max_model_len
-                )
-                if path is None:
-                    self._deepgemm_schedules = True
-                    logger.warning(
-                        "DeepSeek-V4.1 decode: DeepGEMM makes the schedule of the "
-                        "indexer's logits in launches of its own, as it comes out "
-                        "other than expected in %s. Please report this.",
-                        first,
-                    )
+            build, path = self._compared(build, build_upstream)
         except Exception:
             logger.exception("Comparing the fused attention metadata failed.")
             path = "nothing"
@@ -67,6 +52,28 @@ class FusedBuilds:
             return None
         self._proven[build.shape] = build
         return build
+
+    def _compared(
+        self, build: FusedBuild, build_upstream: BuildFn
+    ) -> tuple[FusedBuild, str | None]:
+        """``build``, or itself with DeepGEMM's own schedules where it takes that to
+        be equal, and the path where it is not."""
+        if self._deepgemm_schedules:
+            build = build.with_deepgemm_schedules()
+        path = difference_from_upstream(build, build_upstream, self._max_model_len)
+        if path is None or not build.knows_schedules:
+            return build, path
+        rest = build.with_deepgemm_schedules()
+        still = difference_from_upstream(rest, build_upstream, self._max_model_len)
+        if still is None:
+            self._deepgemm_schedules = True
+            logger.warning(
+                "DeepSeek-V4.1 decode: DeepGEMM makes the schedule of the indexer's "
+                "logits in launches of its own, as it comes out other than expected "
+                "in %s. Please report this.",
+                path,
+            )
+        return rest, still
 
     def release(self) -> None:
         """Forget the builds, with the buffers they keep alive."""
