@@ -4,6 +4,7 @@ Each test gets a copy of its own; making one from nothing would cost seconds.
 """
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,12 @@ REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO / "scripts"))
 
 import synthetic
+
+
+def pytest_configure():
+    # A shell's background job ignores Ctrl-C, and what it starts does too: the
+    # commands that tests interrupt would go on.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
