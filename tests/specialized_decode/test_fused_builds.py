@@ -17,6 +17,7 @@ from vllm.models.deepseek_v41.nvidia.flashmla import (
     DeepseekSparseSWAFlashMLAMetadataBuilder,
 )
 from vllm.models.deepseek_v41.nvidia.specialized_decode.attention import (
+    decode_jobs,
     decode_metadata,
 )
 from vllm.models.deepseek_v41.nvidia.specialized_decode.attention.decode_metadata_check import (  # noqa: E501
@@ -199,7 +200,7 @@ def test_an_unexpected_schedule_stays_deepgemms(
     make_small_rig, monkeypatch, log, way, query_len
 ):
     """All else is fused all the same."""
-    monkeypatch.setattr(decode_metadata, "_SM90_UNIT", 128)
+    monkeypatch.setattr(decode_jobs, "_SM90_UNIT", 128)
     rig = make_small_rig(way, query_len=query_len)
     rig.record()
     served = SERVED[way]
@@ -253,22 +254,20 @@ class Log(logging.Handler):
 @pytest.fixture
 def log():
     log = Log()
-    for module in (fused_builds, decode_metadata):
+    for module in (fused_builds, decode_jobs):
         module.logger.addHandler(log)
     yield log
-    for module in (fused_builds, decode_metadata):
+    for module in (fused_builds, decode_jobs):
         module.logger.removeHandler(log)
 
 
 def wrong_ring_jobs(builder, metadata, source):
-    jobs = decode_metadata._ring_jobs(builder, metadata, source)
+    jobs = decode_jobs._ring_jobs(builder, metadata, source)
     return [job._replace(block_size=job.block_size + 1) for job in jobs]
 
 
 def differing(monkeypatch):
-    monkeypatch.setitem(
-        decode_metadata._JOBS, CompressorMetadataBuilder, wrong_ring_jobs
-    )
+    monkeypatch.setitem(decode_jobs._JOBS, CompressorMetadataBuilder, wrong_ring_jobs)
 
 
 def failing(monkeypatch):
@@ -298,13 +297,25 @@ def test_a_wrong_fused_build_is_not_used(make_small_rig, monkeypatch, log, path,
 
 
 LEFT = {
-    "unknown": lambda monkeypatch, kind: monkeypatch.delitem(
-        decode_metadata._JOBS, kind
-    ),
+    "unknown": lambda monkeypatch, kind: monkeypatch.delitem(decode_jobs._JOBS, kind),
     "failing": lambda monkeypatch, kind: monkeypatch.setitem(
-        decode_metadata._JOBS, kind, explode
+        decode_jobs._JOBS, kind, explode
     ),
 }
+
+
+def test_an_indexer_without_a_schedule_to_be_found_is_built_by_upstream(
+    make_small_rig, monkeypatch
+):
+    monkeypatch.setattr(decode_jobs.Schedule, "of", explode)
+    rig = make_small_rig(Way.IN_GRAPH)
+    build, _ = offered(rig)
+    left = [group.layer_names for groups in build.left for group in groups]
+    assert left == [["full.indexer"], ["half.indexer"]]
+    del rig.state.in_graph.head
+    rig.record()
+    assert rig.state.graphs.served() == {Served.REPLAYED: 1}
+    check_a_step(rig)
 
 
 @pytest.mark.parametrize("why", LEFT)

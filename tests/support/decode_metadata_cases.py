@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from decode_metadata_reference import TensorJob, reference
-from vllm.models.deepseek_v41.nvidia.specialized_decode.attention.decode_metadata import (  # noqa: E501
+from vllm.models.deepseek_v41.nvidia.specialized_decode.attention.decode_jobs import (
     DecodeInputs,
 )
 from vllm.models.deepseek_v41.nvidia.specialized_decode.attention.decode_metadata_kernels import (  # noqa: E501

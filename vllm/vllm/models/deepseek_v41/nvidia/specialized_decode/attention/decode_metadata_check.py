@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from .decode_metadata import BuildFn, DecodeInputs, FusedBuild
+from .decode_jobs import DecodeInputs
+from .decode_metadata import BuildFn, FusedBuild
 from .metadata_tensors import View, tensors, unrefreshed_tensor
 
 

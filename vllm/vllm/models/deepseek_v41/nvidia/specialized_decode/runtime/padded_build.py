@@ -11,7 +11,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from ...model_state import ReplayAttnMetadata
-from ..attention.decode_metadata import AttnGroups, DecodeInputs, FusedBuild
+from ..attention.decode_jobs import DecodeInputs
+from ..attention.decode_metadata import AttnGroups, FusedBuild
 
 
 @dataclass(frozen=True)
