@@ -246,9 +246,9 @@ class DeepseekV41RecordedModelState(DeepseekV41ModelState):
         **kwargs: Any,
     ) -> dict[str, Any]:
         # A FULL graph that refreshes its own metadata needs nothing from the host
-        # but the replay starts, which are zero and stay so in decode steps. No call
-        # and no enum's member here: after a long step the caches are cold, and
-        # either costs microseconds.
+        # but the replay starts, which are zero and stay so in decode steps. No
+        # function of Python's and no enum's member here: after a long step the
+        # caches are cold, and either costs microseconds.
         if (
             cudagraph_mode is _FULL
             and not input_batch.has_prefill
