@@ -211,6 +211,21 @@ def test_an_unexpected_schedule_stays_deepgemms(
     assert rig.state.graphs.stats.served == {served: 1}
 
 
+def test_a_warm_up_runs_the_build_that_was_proven(make_small_rig, monkeypatch):
+    """The forward that follows it reads the schedules."""
+    monkeypatch.setattr(decode_jobs, "_SM90_UNIT", 128)
+    rig = make_small_rig(Way.IN_GRAPH)
+    build, build_upstream = offered(rig)
+    del rig.state.in_graph.head
+    rig.fill(Step((1025, 300), 2, 1))
+    build_upstream(build.attn_groups)
+    outs = [schedule.out for schedule in build._schedules]
+    want = [out.clone() for out in outs]
+    rig.state.in_graph.head(build, build_upstream)
+    for out, value in zip(outs, want, strict=True):
+        assert torch.equal(out, value)
+
+
 @pytest.mark.parametrize("architecture", [Architecture.SM100, Architecture.SM120])
 def test_schedules_of_other_architectures_stay_deepgemms(make_small_rig, architecture):
     build, _ = offered(make_small_rig(Way.IN_GRAPH, architecture))

@@ -50,10 +50,11 @@ class InGraphBuilds:
             self._captured.setdefault(shape, []).append(proven)
         elif not any(build.left) and self.seconds <= self._max_seconds:
             start = time.perf_counter()
-            if self._fused.prove(build, build_upstream):
+            proven = self._fused.prove(build, build_upstream)
+            if proven is not None:
                 metadata = build_upstream(build.attn_groups)
                 self._metadata[shape] = without_holders(metadata)
-                build.launch()
+                proven.launch()
             self.seconds += time.perf_counter() - start
 
     def leave_out(self, shape: tuple[int, int]) -> None:
