@@ -7,7 +7,7 @@ builders before it serves: on random decode steps, every byte that those builder
 write must come out the same. This runs at start-up and may wait for the device.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -60,8 +60,8 @@ def difference_from_upstream(
         if moved is not None:
             return moved
     outputs = _outputs(build)
-    before = {path: tensor.clone() for path, tensor in outputs.items()}
-    with _restored((*inputs.tensors(), *outputs.values())):
+    with _restored(inputs.tensors()), _restored(outputs.values()) as kept:
+        before = dict(zip(outputs, kept, strict=True))
         for seed, each in enumerate(_ROUNDS):
             poison = each.poison
             _write_random_step(inputs, max_model_len, seed, each)
@@ -124,10 +124,11 @@ def _fill(outputs: dict[str, torch.Tensor], poison: int) -> None:
 
 
 @contextmanager
-def _restored(arrays: tuple[torch.Tensor, ...]) -> Iterator[None]:
+def _restored(arrays: Collection[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """What ``arrays`` hold now, and hold again in the end."""
     values = [tensor.clone() for tensor in arrays]
     try:
-        yield
+        yield values
     finally:
         for tensor, value in zip(arrays, values, strict=True):
             tensor.copy_(value)
