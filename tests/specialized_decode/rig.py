@@ -11,7 +11,17 @@ from types import SimpleNamespace
 
 import torch
 from decode_metadata_reference import schedule
-from decode_steps import Step, View, built, forward_view, poison, storage, write_step
+from decode_steps import (
+    Step,
+    View,
+    assert_same_for_forward,
+    built,
+    clones,
+    forward_view,
+    poison,
+    storage,
+    write_step,
+)
 from vllm.config import (
     AttentionConfig,
     CacheConfig,
@@ -509,6 +519,28 @@ class Rig:
     def eager(self, step: Step) -> dict:
         """The step's metadata as upstream's own model state builds it."""
         return self.build(self.fill(step), prepare_attn=self.stock_state.prepare_attn)
+
+    def check_step(self, step: Step, view: View | None = None) -> dict:
+        """``check_batch`` of ``step``."""
+        return self.check_batch(lambda: self.fill(step), step, view)
+
+    def check_batch(
+        self,
+        make_batch: Callable[[], InputBatch],
+        step: Step,
+        view: View | None = None,
+        **options,
+    ) -> dict:
+        """The metadata of a step, and that its forward finds what it would find after
+        upstream's eager build."""
+        view = self.forward_view(step.padded_reqs) if view is None else view
+        self.build(make_batch(), prepare_attn=self.stock_state.prepare_attn, **options)
+        want = clones(view)
+        batch = make_batch()
+        self.poison(view)
+        attn_metadata = self.run_batch(batch, **options)
+        assert_same_for_forward(want, clones(view), step)
+        return attn_metadata
 
     def forward_view(self, num_reqs: int) -> View:
         """What a FULL graph of ``num_reqs`` requests reads and a step refreshes."""

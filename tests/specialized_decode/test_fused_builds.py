@@ -68,18 +68,6 @@ def offered(rig, num_reqs=2):
     return build, in_config
 
 
-def check_a_step(rig, step=STEP):
-    """The step's metadata, and that it is what upstream's eager build leaves."""
-    view = rig.forward_view(step.padded_reqs)
-    rig.eager(step)
-    want = clones(view)
-    batch = rig.fill(step)
-    rig.poison(view)
-    attn_metadata = rig.run_batch(batch)
-    assert_same_for_forward(want, clones(view), step)
-    return attn_metadata
-
-
 OTHER_JOBS = {
     Kind.REQUEST: (),
     Kind.WINDOW: ("window", "block_size", "scale", "clamp", "table"),
@@ -207,7 +195,7 @@ def test_an_unexpected_schedule_stays_deepgemms(
     assert rig.state.graphs.served() == {served: 1}
     [line] = log.lines
     assert re.search(r"DeepGEMM makes the schedule .*\.schedule_metadata\.", line)
-    check_a_step(rig, replace(STEP, query_len=query_len))
+    rig.check_step(replace(STEP, query_len=query_len))
     assert rig.state.graphs.stats.served == {served: 1}
 
 
@@ -300,7 +288,7 @@ def test_a_wrong_fused_build_is_not_used(make_small_rig, monkeypatch, log, path,
     rig.record()
     [error] = [line for line in log.lines if "differs from upstream's" in line]
     assert f"2 requests of 2 tokens differs from upstream's in {path}," in error
-    check_a_step(rig)
+    rig.check_step(STEP)
     if way == Way.LAUNCHED:
         assert not rig.state.graphs.served()
         assert rig.state.graphs.stats.eager[Eager.UNRECORDED] == 1
@@ -330,7 +318,7 @@ def test_an_indexer_without_a_schedule_to_be_found_is_built_by_upstream(
     del rig.state.in_graph.head
     rig.record()
     assert rig.state.graphs.served() == {Served.REPLAYED: 1}
-    check_a_step(rig)
+    rig.check_step(STEP)
 
 
 @pytest.mark.parametrize("why", LEFT)
@@ -350,7 +338,7 @@ def test_a_group_of_another_builder_is_built_by_it(
     LEFT[why](monkeypatch, builder)
     rig = make_small_rig(way)
     rig.record()
-    check_a_step(rig)
+    rig.check_step(STEP)
     if way == Way.LAUNCHED:
         assert not rig.state.graphs.served()
         return
@@ -398,7 +386,7 @@ def test_a_clamp_after_a_reader_of_its_table_is_left(make_small_rig):
     del rig.state.in_graph.head
     rig.record()
     assert rig.state.graphs.served() == {Served.REPLAYED: 1}
-    check_a_step(rig)
+    rig.check_step(STEP)
 
 
 def test_other_inputs_need_another_build(make_small_rig):

@@ -50,23 +50,6 @@ def rig(make_small_rig):
     return rig
 
 
-def check_batch(rig, make_batch, step, **options):
-    """The metadata of a step, and that its forward finds what it would find after
-    upstream's eager build."""
-    view = rig.forward_view(step.padded_reqs)
-    rig.build(make_batch(), prepare_attn=rig.stock_state.prepare_attn, **options)
-    want = clones(view)
-    batch = make_batch()
-    rig.poison(view)
-    attn_metadata = rig.run_batch(batch, **options)
-    assert_same_for_forward(want, clones(view), step)
-    return attn_metadata
-
-
-def check_a_step(rig, step=STEP):
-    return check_batch(rig, lambda: rig.fill(step), step)
-
-
 class Launches(TorchDispatchMode):
     """What the host launches: Triton kernels, and torch's but for views."""
 
@@ -117,8 +100,19 @@ class TestWhatIsCaptured:
 
     def check_served(self, rig, served):
         assert rig.state.graphs.served() == {served: 1}
-        check_a_step(rig)
+        rig.check_step(STEP)
         assert rig.state.graphs.stats.served == {served: 1}
+
+    def check_left_out(self, rig, graph, attn_metadata):
+        """A forward captured on ``attn_metadata`` holds no build, and another way
+        serves its shape."""
+        forward_graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(forward_graph):
+            rig.state.build_in_graph(graph, attn_metadata)
+        assert not forward_graph.calls
+        rig.way = Way.SEPARATE  # The forwards are captured.
+        rig.record()
+        self.check_served(rig, Served.REPLAYED)
 
     def test_all_lora_variants_hold_it(self, make_small_rig):
         rig = make_small_rig()
@@ -133,7 +127,7 @@ class TestWhatIsCaptured:
         rig.record()
         for forward_graph in captured:
             rig.forward_graphs[2] = forward_graph
-            check_a_step(rig)
+            rig.check_step(STEP)
         assert rig.state.graphs.stats.served == {Served.IN_GRAPH: 3}
 
     @pytest.mark.parametrize("unproven", [0, 1])
@@ -179,14 +173,7 @@ class TestWhatIsCaptured:
         [graph] = rig.state.full_graphs
         with set_current_vllm_config(rig.config):
             rig.state.build_in_graph(graph, rig.for_capture(2))
-            other = dict(rig.for_capture(2))
-            forward_graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(forward_graph):
-                rig.state.build_in_graph(graph, other)
-        assert not forward_graph.calls
-        rig.way = Way.SEPARATE
-        rig.record()
-        self.check_served(rig, Served.REPLAYED)
+            self.check_left_out(rig, graph, dict(rig.for_capture(2)))
 
     @pytest.mark.parametrize("moved", ["tables", "slot_mappings"])
     def test_metadata_that_moved_after_the_warm_up(self, make_small_rig, moved):
@@ -200,14 +187,7 @@ class TestWhatIsCaptured:
                 blocks.tables = [table.clone() for table in blocks.tables]
             else:
                 blocks.slot_mappings = blocks.slot_mappings.clone()
-            attn_metadata = rig.for_capture(2)
-            forward_graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(forward_graph):
-                rig.state.build_in_graph(graph, attn_metadata)
-        assert not forward_graph.calls
-        rig.way = Way.SEPARATE
-        rig.record()
-        self.check_served(rig, Served.REPLAYED)
+            self.check_left_out(rig, graph, rig.for_capture(2))
 
     def test_a_graph_outlives_the_build_of_another_variant(self, make_small_rig):
         """A graph reads its table of jobs at every replay, so no later variant of the
@@ -251,13 +231,13 @@ class TestCapturingAgain:
         rig.record()
         assert rig.forward_graphs[2] is not first
         assert rig.state.graphs.served() == {Served.IN_GRAPH: 1}
-        check_a_step(rig)
+        rig.check_step(STEP)
 
     def test_no_step_is_served_after_a_release(self, rig):
         """The graphs it would rely on are gone."""
         rig.state.release_metadata_graphs()
         rig.forward_graphs.clear()
-        check_a_step(rig)
+        rig.check_step(STEP)
         assert rig.state.graphs.stats.eager[Eager.UNRECORDED] == 1
         assert not rig.state.graphs.stats.served
 
@@ -282,7 +262,7 @@ class TestCapturingAgain:
         assert not {*map(id, thrown_away)} & {*map(id, rig.builders())}
         rig.record()
         assert rig.state.graphs.served() == {Served.IN_GRAPH: 1}
-        check_a_step(rig)
+        rig.check_step(STEP)
 
     def test_a_shape_left_out_later_is_no_longer_served_in_the_graph(self, rig):
         """Also without a release in between."""
@@ -290,7 +270,7 @@ class TestCapturingAgain:
         rig.state.full_graphs.append(graph)
         rig.record()
         assert rig.state.graphs.served() == {Served.REPLAYED: 1}
-        check_a_step(rig)
+        rig.check_step(STEP)
 
 
 class TestSteps:
@@ -316,7 +296,7 @@ class TestSteps:
     @pytest.mark.parametrize("start", [1000, 960])
     def test_a_one_token_prefill_sees_its_replay_start(self, rig, start):
         """Below it there is no window."""
-        check_batch(rig, lambda: self.prefilling(rig, start), FULL)
+        rig.check_batch(lambda: self.prefilling(rig, start), FULL)
         served = rig.state.graphs.stats
         assert served.served == {Served.IN_GRAPH: 1} and not served.eager[Eager.PREFILL]
         view = rig.forward_view(2)
@@ -334,7 +314,7 @@ class TestSteps:
         rig.run_batch(self.prefilling(rig, 1000))
         rig.run(FULL)
         assert lens.tolist() == [128, 128]
-        check_a_step(rig, FULL)
+        rig.check_step(FULL)
 
     def test_an_idle_rank_launches_nothing_and_writes_no_slot(self, rig, monkeypatch):
         """Its dummy forward would write through the slots of the last step."""
@@ -358,7 +338,7 @@ class TestSteps:
         rig.state._zero_replay_starts = 0
         for _ in range(2):
             rig.state._replay_start.fill_(500)
-            check_a_step(rig, FULL)
+            rig.check_step(FULL)
         assert rig.state.graphs.stats.served == {Served.IN_GRAPH: 2}
 
     @pytest.mark.parametrize("trusted", [True, False])
@@ -370,7 +350,7 @@ class TestSteps:
         if not trusted:
             rig.state._zero_replay_starts = 0
             rig.state._replay_start.fill_(500)
-        check_a_step(rig, FULL)
+        rig.check_step(FULL)
         assert rig.state.graphs.stats.served == {Served.IN_GRAPH: 1}
 
     @pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE])
@@ -383,7 +363,7 @@ class TestSteps:
         assert rig.state.graphs.stats.eager[Eager.NOT_FULL] == 2
 
     def test_a_step_of_a_shape_without_a_graph_is_built_eagerly(self, rig):
-        check_a_step(rig, Step((200, 300, 400), 4, 1))
+        rig.check_step(Step((200, 300, 400), 4, 1))
         assert rig.state.graphs.stats.eager[Eager.UNRECORDED] == 1
         assert not rig.state.graphs.stats.served
 
