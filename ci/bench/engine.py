@@ -131,13 +131,15 @@ def measure(request: Request) -> Measured:
 def _install(switch: Switch) -> None:
     from vllm.config import CUDAGraphMode
     from vllm.models.deepseek_v41.nvidia.model_state import DeepseekV41ModelState
-    from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime import (
-        recorded_model_state as ours,
+    from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata import (
+        model_state as ours,
     )
     from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
     switch.install(
-        ours.DeepseekV41RecordedModelState, DeepseekV41ModelState, ours.decode_batch
+        ours.DeepseekV41DeviceMetadataModelState,
+        DeepseekV41ModelState,
+        ours.decode_batch,
     )
     switch.install_forwards(ModelCudaGraphManager, CUDAGraphMode.FULL)
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from decode_metadata_cases import Shape, assert_same, random_case
 from decode_metadata_reference import schedule
-from vllm.models.deepseek_v41.nvidia.specialized_decode.attention.decode_metadata_kernels import (  # noqa: E501
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.kernel import (
     Kind,
 )
 from vllm.platforms import current_platform

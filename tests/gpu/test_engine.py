@@ -16,16 +16,16 @@ from decode_steps import (
 )
 from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.models.deepseek_v41.nvidia.model_state import DeepseekV41ModelState
-from vllm.models.deepseek_v41.nvidia.specialized_decode.attention.metadata_tensors import (  # noqa: E501
-    unrefreshed_tensor,
-)
 from vllm.models.deepseek_v41.nvidia.specialized_decode.deployment import (
     MetadataGraphs,
 )
-from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.recorded_model_state import (  # noqa: E501
-    DeepseekV41RecordedModelState,
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.model_state import (
+    DeepseekV41DeviceMetadataModelState,
 )
-from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.stats import Served
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.stats import Served
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.tensors import (
+    unrefreshed_tensor,
+)
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.workspace import lock_workspace, unlock_workspace
@@ -93,7 +93,7 @@ class Runner:
         with pytest.MonkeyPatch.context() as patch:
             for name in ("prepare_attn", "_build_attn_metadata"):
                 patch.setattr(
-                    DeepseekV41RecordedModelState,
+                    DeepseekV41DeviceMetadataModelState,
                     name,
                     getattr(DeepseekV41ModelState, name),
                 )

@@ -7,13 +7,13 @@ import pytest
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.models.deepseek_v41.nvidia import flashmla
-from vllm.models.deepseek_v41.nvidia.specialized_decode.attention.flashmla_plan import (
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata import (
+    model_state,
+)
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.flashmla_plan import (
     PLANS,
     NotShared,
     share_plans,
-)
-from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime import (
-    recorded_model_state,
 )
 from vllm.third_party.flashmla.flash_mla_interface import FlashMLASchedMeta
 from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWAMetadataBuilder
@@ -111,7 +111,7 @@ class OwnPlans:
 def own_plans(monkeypatch):
     own_plans = OwnPlans(flashmla.flash_mla_with_kvcache)
     monkeypatch.setattr(flashmla, "flash_mla_with_kvcache", own_plans)
-    monkeypatch.setattr(recorded_model_state, "share_plans", own_plans.share)
+    monkeypatch.setattr(model_state, "share_plans", own_plans.share)
     return own_plans
 
 

@@ -128,8 +128,10 @@ class CpuCudaGraphs:
             self._recorder = None
 
     def install(self, monkeypatch) -> None:
-        from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime import (
+        from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata import (
             graph_capture,
+        )
+        from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime import (
             metadata_graphs,
         )
 

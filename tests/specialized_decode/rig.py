@@ -39,9 +39,9 @@ from vllm.config import (
 from vllm.models.deepseek_v41 import compressor, sparse_mla
 from vllm.models.deepseek_v41.nvidia import flashinfer_sparse, flashmla
 from vllm.models.deepseek_v41.nvidia.model_state import DeepseekV41ModelState
-from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime import recordable
-from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.recorded_model_state import (  # noqa: E501
-    DeepseekV41RecordedModelState,
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata import recordable
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.model_state import (
+    DeepseekV41DeviceMetadataModelState,
 )
 from vllm.v1.attention.backends.mla import indexer, sparse_indexer, sparse_swa
 from vllm.v1.kv_cache_interface import (
@@ -324,7 +324,7 @@ class Rig:
             self._make_groups(bounded_replay)
             self.state, self.stock_state = (
                 cls(self.config, SimpleNamespace(token_lookback_depth=3), None, DEVICE)
-                for cls in (DeepseekV41RecordedModelState, DeepseekV41ModelState)
+                for cls in (DeepseekV41DeviceMetadataModelState, DeepseekV41ModelState)
             )
         self.block_tables = FakeBlockTables([64, 64, 64, 1])
         self.state.full_graphs = [

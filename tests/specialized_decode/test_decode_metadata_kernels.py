@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from decode_metadata_cases import Case, Shape, assert_same, random_case, whole
-from vllm.models.deepseek_v41.nvidia.specialized_decode.attention.decode_metadata_kernels import (  # noqa: E501
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.kernel import (
     Kind,
 )
 

@@ -8,8 +8,8 @@ import torch
 from decode_steps import Step
 from rig import DEVICE, KERNEL_BLOCK, Architecture, FakeBlockTables
 from vllm.config import CUDAGraphMode
-from vllm.models.deepseek_v41.nvidia.specialized_decode.attention import flashmla_plan
-from vllm.models.deepseek_v41.nvidia.specialized_decode.attention.flashmla_plan import (
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata import flashmla_plan
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.flashmla_plan import (
     PLANS,
     NotShared,
     share_plans,

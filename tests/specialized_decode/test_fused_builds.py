@@ -16,22 +16,24 @@ from vllm.models.deepseek_v41.compressor import CompressorMetadataBuilder
 from vllm.models.deepseek_v41.nvidia.flashmla import (
     DeepseekSparseSWAFlashMLAMetadataBuilder,
 )
-from vllm.models.deepseek_v41.nvidia.specialized_decode.attention import (
-    decode_jobs,
-    decode_metadata,
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata import (
+    fused_build,
+    jobs,
+    proven_builds,
 )
-from vllm.models.deepseek_v41.nvidia.specialized_decode.attention.decode_metadata_check import (  # noqa: E501
-    difference_from_upstream,
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.eligibility import (
+    Eager,
 )
-from vllm.models.deepseek_v41.nvidia.specialized_decode.attention.decode_metadata_kernels import (  # noqa: E501
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.kernel import (
     Kind,
 )
-from vllm.models.deepseek_v41.nvidia.specialized_decode.attention.metadata_tensors import (  # noqa: E501
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.proof import (
+    difference_from_upstream,
+)
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.stats import Served
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.tensors import (
     tensors,
 )
-from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime import fused_builds
-from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.eligibility import Eager
-from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.stats import Served
 from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerMetadataBuilder
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
@@ -188,7 +190,7 @@ def test_an_unexpected_schedule_stays_deepgemms(
     make_small_rig, monkeypatch, log, way, query_len
 ):
     """All else is fused all the same."""
-    monkeypatch.setattr(decode_jobs, "_SM90_UNIT", 128)
+    monkeypatch.setattr(jobs, "_SM90_UNIT", 128)
     rig = make_small_rig(way, query_len=query_len)
     rig.record()
     served = SERVED[way]
@@ -201,7 +203,7 @@ def test_an_unexpected_schedule_stays_deepgemms(
 
 def test_a_warm_up_runs_the_build_that_was_proven(make_small_rig, monkeypatch):
     """The forward that follows it reads the schedules."""
-    monkeypatch.setattr(decode_jobs, "_SM90_UNIT", 128)
+    monkeypatch.setattr(jobs, "_SM90_UNIT", 128)
     rig = make_small_rig(Way.IN_GRAPH)
     build, build_upstream = offered(rig)
     del rig.state.in_graph.head
@@ -238,7 +240,7 @@ def test_the_check_leaves_everything_as_it_was(make_small_rig, monkeypatch, outc
         build = replace(build, _jobs=build._jobs[1:])
         assert difference_from_upstream(build, build_upstream, MAX_MODEL_LEN)
     else:
-        monkeypatch.setattr(decode_metadata, "write_decode_metadata", explode)
+        monkeypatch.setattr(fused_build, "write_decode_metadata", explode)
         with pytest.raises(RuntimeError, match="on purpose"):
             difference_from_upstream(build, build_upstream, MAX_MODEL_LEN)
     for tensor, value in zip(everything, before, strict=True):
@@ -257,24 +259,24 @@ class Log(logging.Handler):
 @pytest.fixture
 def log():
     log = Log()
-    for module in (fused_builds, decode_jobs):
+    for module in (proven_builds, jobs):
         module.logger.addHandler(log)
     yield log
-    for module in (fused_builds, decode_jobs):
+    for module in (proven_builds, jobs):
         module.logger.removeHandler(log)
 
 
 def wrong_ring_jobs(builder, metadata, source):
-    jobs = decode_jobs._ring_jobs(builder, metadata, source)
-    return [job._replace(block_size=job.block_size + 1) for job in jobs]
+    right = jobs._ring_jobs(builder, metadata, source)
+    return [job._replace(block_size=job.block_size + 1) for job in right]
 
 
 def differing(monkeypatch):
-    monkeypatch.setitem(decode_jobs._JOBS, CompressorMetadataBuilder, wrong_ring_jobs)
+    monkeypatch.setitem(jobs._JOBS, CompressorMetadataBuilder, wrong_ring_jobs)
 
 
 def failing(monkeypatch):
-    monkeypatch.setattr(decode_metadata, "write_decode_metadata", explode)
+    monkeypatch.setattr(fused_build, "write_decode_metadata", explode)
 
 
 WRONG = {"['ring'].slot_mapping": differing, "nothing": failing}
@@ -300,17 +302,15 @@ def test_a_wrong_fused_build_is_not_used(make_small_rig, monkeypatch, log, path,
 
 
 LEFT = {
-    "unknown": lambda monkeypatch, kind: monkeypatch.delitem(decode_jobs._JOBS, kind),
-    "failing": lambda monkeypatch, kind: monkeypatch.setitem(
-        decode_jobs._JOBS, kind, explode
-    ),
+    "unknown": lambda monkeypatch, kind: monkeypatch.delitem(jobs._JOBS, kind),
+    "failing": lambda monkeypatch, kind: monkeypatch.setitem(jobs._JOBS, kind, explode),
 }
 
 
 def test_an_indexer_without_a_schedule_to_be_found_is_built_by_upstream(
     make_small_rig, monkeypatch
 ):
-    monkeypatch.setattr(decode_jobs.Schedule, "of", explode)
+    monkeypatch.setattr(jobs.Schedule, "of", explode)
     rig = make_small_rig(Way.IN_GRAPH)
     build, _ = offered(rig)
     left = [group.layer_names for groups in build.left for group in groups]

@@ -15,8 +15,8 @@ from vllm.models.deepseek_v41.nvidia.specialized_decode.deployment import (
     Decode,
     Deployment,
 )
-from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.recorded_model_state import (  # noqa: E501
-    DeepseekV41RecordedModelState,
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.model_state import (
+    DeepseekV41DeviceMetadataModelState,
 )
 from vllm.v1.worker.gpu import cudagraph_utils, model_runner
 
@@ -39,7 +39,7 @@ class ModelState:
     ("decode", "cls"),
     [
         (Decode.STOCK, DeepseekV41ModelState),
-        (Decode.RECORDED_METADATA, DeepseekV41RecordedModelState),
+        (Decode.RECORDED_METADATA, DeepseekV41DeviceMetadataModelState),
     ],
 )
 def test_the_deployment_chooses_the_model_state(decode, cls):

@@ -11,17 +11,19 @@ from rig import MAX_MODEL_LEN, Architecture, Way
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 from vllm.config import CUDAGraphMode, set_current_vllm_config
-from vllm.models.deepseek_v41.nvidia.specialized_decode.attention.flashmla_plan import (
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata import (
+    model_state,
+)
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.eligibility import (
+    Eager,
+)
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.flashmla_plan import (
     PLANS,
 )
-from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime import (
-    recorded_model_state,
-)
-from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.eligibility import Eager
-from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.recordable import (
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.recordable import (
     OneStepHolders,
 )
-from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.stats import Served
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.stats import Served
 from vllm.third_party.flashmla.flash_mla_interface import flash_mla_with_kvcache
 from vllm.v1.attention.backends.mla import indexer
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
@@ -249,7 +251,7 @@ class TestCapturingAgain:
         rig.record()
         rig.state.release_metadata_graphs()
         monkeypatch.setattr(
-            recorded_model_state.DeepseekV41ModelState,
+            model_state.DeepseekV41ModelState,
             "initialize_kv_cache",
             lambda *_: None,
         )

@@ -8,8 +8,10 @@ from decode_steps import Step
 from rig import Architecture
 from vllm.config import CUDAGraphMode
 from vllm.models.deepseek_v41.compressor import CompressorMetadataBuilder
-from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime import recordable
-from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.eligibility import Eager
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata import recordable
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.eligibility import (
+    Eager,
+)
 from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.metadata_graphs import (
     GraphKey,
 )

@@ -9,13 +9,15 @@ from cpu_cuda_graph import CaptureError
 from decode_steps import Step
 from rig import Architecture, Way
 from vllm.config import CUDAGraphMode
-from vllm.models.deepseek_v41.nvidia.specialized_decode.attention.metadata_tensors import (  # noqa: E501
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata import (
+    model_state,
+)
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.eligibility import (
+    Eager,
+)
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.tensors import (
     tensors,
 )
-from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime import (
-    recorded_model_state,
-)
-from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.eligibility import Eager
 from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.metadata_graphs import (
     AttnMetadataCudaGraphs,
     NotRecordableError,
@@ -126,7 +128,7 @@ def test_other_builders_than_the_recorded_ones_are_stale(rig):
 
 def test_a_new_kv_cache_drops_the_recordings(rig, monkeypatch):
     monkeypatch.setattr(
-        recorded_model_state.DeepseekV41ModelState,
+        model_state.DeepseekV41ModelState,
         "initialize_kv_cache",
         lambda *_: None,
     )
@@ -175,7 +177,7 @@ def test_a_failing_builder_leaves_a_working_engine(make_rig, monkeypatch):
     ("limit", "value"), [("MAX_RECORDING_SECONDS", 0.0), ("MAX_RECORDING_MIB", -1.0)]
 )
 def test_recording_stays_within_its_budget(make_rig, monkeypatch, limit, value):
-    monkeypatch.setattr(recorded_model_state, limit, value)
+    monkeypatch.setattr(model_state, limit, value)
     rig = make_rig(Architecture.SM90, 1)
     rig.record()
     # What was recorded by then serves; it is the largest graph.
@@ -256,14 +258,14 @@ class TestReplayStarts:
 
     def uploads(self, rig, monkeypatch):
         calls = []
-        upload = recorded_model_state.DeepseekV41ModelState._upload_replay_start
+        upload = model_state.DeepseekV41ModelState._upload_replay_start
 
         def counted(state, values, num_reqs):
             calls.append(values.copy())
             return upload(state, values, num_reqs)
 
         monkeypatch.setattr(
-            recorded_model_state.DeepseekV41ModelState, "_upload_replay_start", counted
+            model_state.DeepseekV41ModelState, "_upload_replay_start", counted
         )
         return calls
 
@@ -344,7 +346,7 @@ def test_the_counters_are_logged_when_due(make_rig, way, monkeypatch):
     stats = rig.state.graphs.stats
     lines: list[str] = []
     monkeypatch.setattr(
-        recorded_model_state.logger,
+        model_state.logger,
         "info",
         lambda text, *args: lines.append(text % args),
     )

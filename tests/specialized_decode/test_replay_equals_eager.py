@@ -4,7 +4,7 @@ graphs read what an eager build leaves there."""
 import pytest
 from decode_steps import Step, assert_same_for_forward, clones
 from rig import MAX_MODEL_LEN, NUM_SMS, Architecture, Way
-from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.stats import Served
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.stats import Served
 
 QUERY_LENS = (1, 2, 3, 4, 6)
 PADDED_REQS = (1, 2, 4, 8)

@@ -3,9 +3,11 @@
 import re
 from collections import Counter
 
-from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime import stats as module
-from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.eligibility import Eager
-from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.stats import (
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata import stats as module
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.eligibility import (
+    Eager,
+)
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.stats import (
     MetadataGraphStats,
     RecordingReport,
     Served,

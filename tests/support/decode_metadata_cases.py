@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from decode_metadata_reference import TensorJob, reference
-from vllm.models.deepseek_v41.nvidia.specialized_decode.attention.decode_jobs import (
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.jobs import (
     DecodeInputs,
 )
-from vllm.models.deepseek_v41.nvidia.specialized_decode.attention.decode_metadata_kernels import (  # noqa: E501
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.kernel import (
     Kind,
     job_table,
     write_decode_metadata,

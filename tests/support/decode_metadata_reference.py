@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from vllm.models.deepseek_v41.nvidia.specialized_decode.attention.decode_jobs import (
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.jobs import (
     DecodeInputs,
 )
-from vllm.models.deepseek_v41.nvidia.specialized_decode.attention.decode_metadata_kernels import (  # noqa: E501
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.kernel import (
     Job,
     Kind,
 )

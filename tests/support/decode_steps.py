@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.models.deepseek_v41.nvidia.specialized_decode.attention.metadata_tensors import (  # noqa: E501
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.tensors import (
     tensors,
 )
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers

@@ -29,12 +29,12 @@ from vllm.utils.torch_utils import current_stream
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from ..attention.decode_metadata import AttnGroups, BuildFn, FusedBuild
-from ..attention.metadata_tensors import unrefreshed_tensor
-from .eligibility import Eager, why_not_uniform_decode
-from .graph_capture import record_graph, refuse_host_syncs
-from .recordable import OneStepHolders, Recording, recording_of
-from .stats import MetadataGraphStats, Served
+from ..metadata.eligibility import Eager, why_not_uniform_decode
+from ..metadata.fused_build import AttnGroups, BuildFn, FusedBuild
+from ..metadata.graph_capture import record_graph, refuse_host_syncs
+from ..metadata.recordable import OneStepHolders, Recording, recording_of
+from ..metadata.stats import MetadataGraphStats, Served
+from ..metadata.tensors import unrefreshed_tensor
 
 logger = init_logger(__name__)
 

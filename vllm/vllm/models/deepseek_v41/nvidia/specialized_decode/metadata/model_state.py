@@ -30,13 +30,13 @@ from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
 
 from ...model_state import DeepseekV41ModelState
-from ..attention.flashmla_plan import share_plans
 from ..deployment import MetadataGraphs, requested_metadata_graphs
+from ..runtime.metadata_graphs import AttnGroups, AttnMetadataCudaGraphs, GraphKey
 from .eligibility import Eager
-from .fused_builds import FusedBuilds
+from .flashmla_plan import share_plans
 from .in_graph import InGraphBuilds
-from .metadata_graphs import AttnGroups, AttnMetadataCudaGraphs, GraphKey
 from .padded_build import PaddedBuild
+from .proven_builds import FusedBuilds
 from .stats import RecordingReport
 
 logger = init_logger(__name__)
@@ -79,7 +79,7 @@ def decode_batch(
     )
 
 
-class DeepseekV41RecordedModelState(DeepseekV41ModelState):
+class DeepseekV41DeviceMetadataModelState(DeepseekV41ModelState):
     # The FULL graphs the runner captures, set by it before
     # capture_inner_cudagraphs; None on a runner that does not.
     full_graphs: Sequence[BatchExecutionDescriptor] | None = None
@@ -415,7 +415,7 @@ def _owners(
     )
 
 
-def _log_stats(model_state: "weakref.ref[DeepseekV41RecordedModelState]") -> None:
+def _log_stats(model_state: "weakref.ref[DeepseekV41DeviceMetadataModelState]") -> None:
     state = model_state()
     if state is not None and state.graphs.stats.full_decode_steps:
         logger.info("%s", state.graphs.stats.line())

@@ -63,7 +63,7 @@ from vllm.v1.attention.backends.mla.sparse_swa import (
 )
 from vllm.v1.worker.utils import AttentionGroup
 
-from .metadata_tensors import View
+from .tensors import View
 
 logger = init_logger(__name__)
 

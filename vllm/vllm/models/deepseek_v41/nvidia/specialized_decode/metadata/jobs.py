@@ -32,7 +32,7 @@ from vllm.v1.attention.backends.mla.sparse_indexer import (
 )
 from vllm.v1.worker.utils import AttentionGroup
 
-from .decode_metadata_kernels import Job, Kind
+from .kernel import Job, Kind
 
 logger = init_logger(__name__)
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from vllm.v1.worker.utils import AttentionGroup
 
-from .decode_jobs import DecodeInputs, DecodeJobs, Schedule
-from .decode_metadata_kernels import Job, job_table, write_decode_metadata
-from .metadata_tensors import View
+from .jobs import DecodeInputs, DecodeJobs, Schedule
+from .kernel import Job, job_table, write_decode_metadata
+from .tensors import View
 
 # Per KV-cache group, its attention groups; empty for a group left out.
 AttnGroups = list[list[AttentionGroup]]

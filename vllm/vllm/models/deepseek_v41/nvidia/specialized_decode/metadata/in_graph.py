@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ..attention.decode_metadata import BuildFn, FusedBuild
-from .fused_builds import FusedBuilds
+from .fused_build import BuildFn, FusedBuild
+from .proven_builds import FusedBuilds
 from .recordable import without_holders
 
 

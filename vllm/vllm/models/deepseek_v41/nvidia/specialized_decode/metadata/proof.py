@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from .decode_jobs import DecodeInputs
-from .decode_metadata import BuildFn, FusedBuild
-from .metadata_tensors import View, tensors, unrefreshed_tensor
+from .fused_build import BuildFn, FusedBuild
+from .jobs import DecodeInputs
+from .tensors import View, tensors, unrefreshed_tensor
 
 
 class _Round(NamedTuple):

@@ -11,8 +11,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from ...model_state import ReplayAttnMetadata
-from ..attention.decode_jobs import DecodeInputs
-from ..attention.decode_metadata import AttnGroups, FusedBuild
+from .fused_build import AttnGroups, FusedBuild
+from .jobs import DecodeInputs
 
 
 @dataclass(frozen=True)

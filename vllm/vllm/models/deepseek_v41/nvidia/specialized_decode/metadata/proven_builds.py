@@ -3,8 +3,8 @@
 
 from vllm.logger import init_logger
 
-from ..attention.decode_metadata import BuildFn, FusedBuild
-from ..attention.decode_metadata_check import difference_from_upstream
+from .fused_build import BuildFn, FusedBuild
+from .proof import difference_from_upstream
 
 logger = init_logger(__name__)
 
