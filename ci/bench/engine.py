@@ -69,11 +69,11 @@ def measure(request: Request) -> Measured:
         request.model,
         request.query_len,
         decode_backend="auto",
-        metadata_graphs="auto" if in_graph else "separate",
+        metadata_graphs="auto" if in_graph else "replay",
         max_model_len=2048,
         gpu_memory_utilization=0.6,
     )
-    if not in_graph and "recorded" not in switch.recordings:
+    if not in_graph and "replay" not in switch.recordings:
         raise SystemExit("the engine recorded no metadata: its log above says why")
     records = []
     heads: dict[str, list[str]] = {}

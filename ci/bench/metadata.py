@@ -1,7 +1,7 @@
 """``scripts/bench.sh metadata``: metadata builds by each of the paths.
 
-Two engine processes for each proxy and query length. In the first, stock, ported
-and recorded take turns over the decode steps of the same requests (see
+Two engine processes for each proxy and query length. In the first, eager, ported
+and replay take turns over the decode steps of the same requests (see
 ``bench.switch``); the second has the build inside its forward graphs. Each starts
 where the one before has left the compile caches warm.
 """
@@ -47,7 +47,7 @@ def numbers(text: str) -> list[int]:
 
 
 def paths(text: str) -> list[str]:
-    """``stock,recorded`` as a list, in the order of ``PATHS``. Raises ValueError."""
+    """``eager,replay`` as a list, in the order of ``PATHS``. Raises ValueError."""
     words = text.split(",")
     if not set(words) <= set(PATHS):
         raise ValueError(text)
@@ -58,9 +58,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="bench.sh metadata",
         description="Measure the metadata build of FULL decode steps side by side: "
-        "stock (eager), ported (upstream's recordings with the Hopper builders let "
-        "in), recorded (ours) and in_graph (inside our forward graphs). Needs a GPU "
-        "and the fork.",
+        "eager (upstream's), ported (upstream's recordings with the Hopper builders "
+        "let in), replay (our recordings) and in_graph (inside our forward graphs). "
+        "Needs a GPU and the fork.",
     )
     parser.add_argument("--proxy", type=numbers, default=[40, 8], metavar="40,8")
     parser.add_argument("--batch", type=numbers, default=[1, 8, 32], metavar="1,8,32")
@@ -99,7 +99,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--json",
         action="store_true",
-        help="JSON on standard output, no table (docs/schemas/bench-metadata.v1.json)",
+        help="JSON on standard output, no table (docs/schemas/bench-metadata.v2.json)",
     )
     options = parser.parse_args(arguments)
     for proxy in options.proxy:

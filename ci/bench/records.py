@@ -4,14 +4,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
-PATHS = ("stock", "ported", "recorded", "in_graph")
-# The recorded build's aim at batch 1, as a factor below the stock build.
+PATHS = ("eager", "ported", "replay", "in_graph")
+# The aim of a replay at batch 1, as a factor below the eager build.
 AIM = 20.0
 # Aims of the build inside the forward graph.
 HOST_US = 10.0
 GPU_METADATA_US = 15.0
 PLANNERS = 3
-# At batch 1 of the proxy whose steps are bound by the host, over stock.
+# At batch 1 of the proxy whose steps are bound by the host, over eager.
 STEP_FACTOR = 1.5
 HOST_BOUND_PROXY = 8
 
@@ -21,11 +21,10 @@ class Record:
     """One path at one batch size of one proxy.
 
     Attributes:
-        path: ``stock`` builds eagerly, ``ported`` replays the recordings of
-            upstream's own class with the Hopper builders let in, both before
-            upstream's forward graphs; ``recorded`` replays our recordings before
-            our forward graphs, and ``in_graph`` has the build at the head of
-            those.
+        path: ``eager`` is the stock decode and ``ported`` replays the recordings
+            of upstream's own class with the Hopper builders let in, both before
+            upstream's forward graphs; ``replay`` and ``in_graph`` are the fork's
+            ways of the name, with its own forward graphs.
         steps: Decode steps behind the host figures.
         host_us_p50, host_us_p99: Host time of a step's ``prepare_attn``, us.
         launch_calls: CUDA calls that put work on the GPU, per build.
@@ -37,11 +36,11 @@ class Record:
             to that of the forward's first own kernel, us, waits for the host
             included. The metadata work is what the build launches, which the
             launch of the forward graph follows; ``in_graph`` it is what the graph
-            holds before the kernels with which the graphs of ``recorded`` begin,
+            holds before the kernels with which the graphs of ``replay`` begin,
             by start. None where those are not found or were not measured. Taken
-            under the profiler, which slows the host: stock waits longer there.
+            under the profiler, which slows the host: eager waits longer there.
         step_ms_p50: Time between the builds of neighbouring steps, ms.
-        recordings, record_seconds, record_mib: What start-up pays; None for stock.
+        recordings, record_seconds, record_mib: What start-up pays; None for eager.
         commit: What the fork was called, by default the commit of the checkout that
             ran the bench.
         stack: The identity of the vllm that was measured.
@@ -116,22 +115,22 @@ def aims(records: Iterable[Record]) -> list[str]:
     seen = set()
     for (proxy, batch, query_len), paths in sorted(by_case.items()):
         case = f"{proxy} layers, batch {batch}, query length {query_len}"
-        stock, ported = paths.get("stock"), paths.get("ported")
-        if (ours := paths.get("recorded")) is not None:
-            if batch == 1 and stock is not None:
-                lines.append(_host_aim(case, ours, stock))
+        eager, ported = paths.get("eager"), paths.get("ported")
+        if (ours := paths.get("replay")) is not None:
+            if batch == 1 and eager is not None:
+                lines.append(_host_aim(case, ours, eager))
             if ported is not None and (proxy, query_len) not in seen:
                 seen.add((proxy, query_len))
                 lines += _start_up_aims(f"{proxy} layers", ours, ported)
         if (in_graph := paths.get("in_graph")) is not None:
-            lines += _in_graph_aims(case, in_graph, stock)
+            lines += _in_graph_aims(case, in_graph, eager)
     return lines
 
 
-def _host_aim(case: str, ours: Record, stock: Record) -> str:
-    factor = stock.host_us_p50 / ours.host_us_p50
+def _host_aim(case: str, ours: Record, eager: Record) -> str:
+    factor = eager.host_us_p50 / ours.host_us_p50
     return (
-        f"{_verdict(factor >= AIM)}: {case}: recorded build {factor:.1f}x below stock "
+        f"{_verdict(factor >= AIM)}: {case}: replay {factor:.1f}x below eager "
         f"(aim {AIM:.0f}x)"
     )
 
@@ -151,7 +150,7 @@ def _start_up_aims(proxy: str, ours: Record, ported: Record) -> list[str]:
     return lines
 
 
-def _in_graph_aims(case: str, ours: Record, stock: Record | None) -> list[str]:
+def _in_graph_aims(case: str, ours: Record, eager: Record | None) -> list[str]:
     lines = []
     for name, aim, unit in (
         ("host_us_p50", HOST_US, " us"),
@@ -164,11 +163,11 @@ def _in_graph_aims(case: str, ours: Record, stock: Record | None) -> list[str]:
                 f"{_verdict(value <= aim)}: {case}: in_graph {name} "
                 f"{_shown(value)}{unit} (aim {aim:.0f}{unit})"
             )
-    if stock is not None and (ours.proxy, ours.batch) == (HOST_BOUND_PROXY, 1):
-        factor = stock.step_ms_p50 / ours.step_ms_p50
+    if eager is not None and (ours.proxy, ours.batch) == (HOST_BOUND_PROXY, 1):
+        factor = eager.step_ms_p50 / ours.step_ms_p50
         lines.append(
             f"{_verdict(factor >= STEP_FACTOR)}: {case}: in_graph step {factor:.2f}x "
-            f"faster than stock (aim {STEP_FACTOR}x)"
+            f"faster than eager (aim {STEP_FACTOR}x)"
         )
     return lines
 

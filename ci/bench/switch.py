@@ -1,7 +1,7 @@
 """Lets one engine build its metadata by any of its paths, step by step.
 
 The paths refresh the same buffers, so decode steps of one run can take turns: a few
-steps stock, a few ported, a few recorded, and again. What disturbs the machine then
+steps eager, a few ported, a few replay, and again. What disturbs the machine then
 disturbs all of them. Only the path ``in_graph`` is alone: an engine has it or not.
 """
 
@@ -85,8 +85,8 @@ class Switch:
 
     def install_forwards(self, manager_class: Any, full: Any) -> None:
         """Patch the graph manager's class; call before the engine is made. The
-        steps of stock and ported run upstream's FULL graphs."""
-        upstreams = {"stock", "ported"}
+        steps of eager and ported run upstream's FULL graphs."""
+        upstreams = {"eager", "ported"}
         self.full_graphs.install(
             manager_class,
             full,
@@ -137,7 +137,7 @@ class Switch:
                 return self._ported.capture(
                     self._ported_key, attn_groups, block_tables, build_stock
                 )
-            if self.full_graphs.capturing_upstream or self._prepared == "stock":
+            if self.full_graphs.capturing_upstream or self._prepared == "eager":
                 return build_stock(attn_groups)
             if self._prepared == "ported":
                 return self._ported.replay(
@@ -152,7 +152,7 @@ class Switch:
             if not self._counts(input_batch, cudagraph_mode, more):
                 return prepare(state, input_batch, cudagraph_mode, *rest, **more)
             path = self._running = self._prepared = self._path()
-            by = stock.prepare_attn if path in ("stock", "ported") else prepare
+            by = stock.prepare_attn if path in ("eager", "ported") else prepare
             try:
                 with self._marked(mark(path)):
                     start = time.perf_counter_ns()
@@ -167,7 +167,7 @@ class Switch:
 
         def _upload_replay_start(state: Any, values: Any, num_reqs: int) -> Any:
             # Upstream's recordings save the upload of zeros as ours do.
-            if self._path() == "stock" and not values.any():
+            if self._path() == "eager" and not values.any():
                 return stock._upload_replay_start(state, values, num_reqs)
             return upload(state, values, num_reqs)
 

@@ -4,8 +4,8 @@ import re
 
 _LINE = re.compile(r"decode metadata: (in_graph=[^\n]*)")
 _PAIR = re.compile(r"(\w+)=(\d+)")
-SERVED = ("in_graph", "replayed", "launched")
-REQUIRED = (*SERVED, "missed", "ineligible", "full_decode_steps")
+SERVED = ("in_graph", "replay", "launch")
+REQUIRED = (*SERVED, "eager", "full_decode_steps")
 
 
 def last(log: str) -> dict[str, int] | None:
@@ -24,7 +24,7 @@ def faults(counters: dict[str, int] | None, least: float = 0.95) -> list[str]:
     """What is wrong with the counters, each in one line; nothing if all is well.
 
     More than ``least`` of the FULL decode steps must have been served without an
-    eager build, and none may have missed its recording.
+    eager build, and none for want of a recording.
     """
     if counters is None:
         return ["the server's log has no 'decode metadata:' line"]
@@ -38,6 +38,6 @@ def faults(counters: dict[str, int] | None, least: float = 0.95) -> list[str]:
             f"{served} of {steps} FULL decode steps went without an eager metadata "
             f"build; more than {least:.0%} must"
         )
-    if counters["missed"]:
-        found.append(f"{counters['missed']} FULL decode steps missed their recording")
+    if missed := counters.get("unrecorded"):
+        found.append(f"{missed} FULL decode steps found no recording of their shape")
     return found

@@ -266,7 +266,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--out",
         type=Path,
         metavar="FILE",
-        help="for the result, which is printed too (docs/schemas/smoke.v1.json)",
+        help="for the result, which is printed too (docs/schemas/smoke.v2.json)",
     )
     parser.add_argument(
         "--log", type=Path, default=Path("serve.log"), help="the server's log"

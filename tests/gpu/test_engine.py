@@ -22,7 +22,7 @@ from vllm.models.deepseek_v41.nvidia.specialized_decode.deployment import (
 from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.model_state import (
     DeepseekV41DeviceMetadataModelState,
 )
-from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.stats import Served
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.stats import Way
 from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.tensors import (
     unrefreshed_tensor,
 )
@@ -85,7 +85,7 @@ class Runner:
         """Prepare the step and, where it is the forward graph that refreshes its
         metadata, run that too."""
         attn_metadata = self.prepare(batch)
-        if self.state.graphs.served()[Served.IN_GRAPH]:
+        if self.state.graphs.served()[Way.IN_GRAPH]:
             self.runner.cudagraph_manager.run_fullgraph(graph)
         return attn_metadata
 
@@ -189,7 +189,7 @@ def serve(real, monkeypatch):
     """``serve(way)``: all shapes are served this way until the test ends."""
 
     def switch(way: str) -> None:
-        setting = MetadataGraphs.OFF if way == "launched" else MetadataGraphs.SEPARATE
+        setting = MetadataGraphs.LAUNCH if way == "launch" else MetadataGraphs.REPLAY
         monkeypatch.setattr(real.state, "metadata_graphs", setting)
         monkeypatch.setattr(real.state.in_graph, "captured", dict)
         if way == "upstream":
@@ -202,14 +202,14 @@ def serve(real, monkeypatch):
 
 
 WAYS = {
-    "separate": Served.REPLAYED,
-    "launched": Served.LAUNCHED,
-    "upstream": Served.REPLAYED,
+    "replay": Way.REPLAY,
+    "launch": Way.LAUNCH,
+    "upstream": Way.REPLAY,
 }
 
 
 def test_every_full_decode_graph_refreshes_its_own_metadata(real):
-    assert real.state.graphs.served() == {Served.IN_GRAPH: len(real.graphs)}
+    assert real.state.graphs.served() == {Way.IN_GRAPH: len(real.graphs)}
     print(f"graphs: {len(real.graphs)}")
 
 
@@ -267,7 +267,7 @@ def test_capturing_the_model_again_serves_as_well(real):
         )
     lock_workspace()
     real.record()
-    assert real.state.graphs.served() == {Served.IN_GRAPH: len(real.graphs)}
+    assert real.state.graphs.served() == {Way.IN_GRAPH: len(real.graphs)}
     check_every_key(real)
 
 
@@ -346,7 +346,7 @@ def test_soak(real, request):
 
 def test_the_forward_graph_gives_the_same_after_either_build(real, serve):
     """Hidden states of one step, and every byte of the KV cache after it."""
-    serve("separate")
+    serve("replay")
     compared = 0
     for graph in real.graphs:
         for num_reqs in {graph.num_reqs, max(1, graph.num_reqs - 1)}:

@@ -25,7 +25,7 @@ def record(**changes) -> Record:
             proxy=40,
             batch=1,
             query_len=1,
-            path="recorded",
+            path="replay",
             steps=120,
             host_us_p50=50.0,
             host_us_p99=60.0,
@@ -47,7 +47,7 @@ def record(**changes) -> Record:
     )
 
 
-STOCK = dict(path="stock", recordings=None, record_seconds=None, record_mib=None)
+EAGER = dict(path="eager", recordings=None, record_seconds=None, record_mib=None)
 
 
 def test_percentiles():
@@ -61,7 +61,7 @@ def test_percentiles():
 
 def test_the_records_are_what_readers_expect():
     written = schemas.conforming(
-        "bench-metadata.v1", json.loads(metadata.as_json([record()]))
+        "bench-metadata.v2", json.loads(metadata.as_json([record()]))
     )
     assert set(written["records"][0]) >= {
         *("proxy", "batch", "query_len", "path", "host_us_p50", "host_us_p99"),
@@ -72,7 +72,7 @@ def test_the_records_are_what_readers_expect():
 
 
 def test_the_table_lines_up():
-    lines = table([record(), record(**STOCK, host_us_p50=2500.0)]).splitlines()
+    lines = table([record(), record(**EAGER, host_us_p50=2500.0)]).splitlines()
     assert len(lines) == 3
     assert len({len(line) for line in lines}) == 1
     assert lines[0].split()[:4] == ["proxy", "batch", "query_len", "path"]
@@ -81,14 +81,14 @@ def test_the_table_lines_up():
 
 
 @pytest.mark.parametrize(
-    ("stock_us", "line"),
+    ("eager_us", "line"),
     [
-        (1000.0, "met: 40 layers, batch 1, query length 1: recorded build 20.0x below"),
-        (999.0, "not met: 40 layers, batch 1, query length 1: recorded build 20.0x"),
+        (1000.0, "met: 40 layers, batch 1, query length 1: replay 20.0x below"),
+        (999.0, "not met: 40 layers, batch 1, query length 1: replay 20.0x"),
     ],
 )
-def test_the_aim_at_batch_one(stock_us, line):
-    (found,) = aims([record(), record(**STOCK, host_us_p50=stock_us)])
+def test_the_aim_at_batch_one(eager_us, line):
+    (found,) = aims([record(), record(**EAGER, host_us_p50=eager_us)])
     assert found.startswith(line)
 
 
@@ -99,23 +99,23 @@ def test_the_aims_against_upstreams_recordings():
         "met: 40 layers: record_seconds 0.10 s, ported 0.21 s",
         "not met: 40 layers: record_mib 8.00 MiB, ported 8.00 MiB",
     ]
-    assert aims([record(**STOCK)]) == []
+    assert aims([record(**EAGER)]) == []
 
 
-IN_GRAPH = dict(STOCK, path="in_graph", proxy=8, host_us_p50=10.0, gpu_metadata_us=15.0)
+IN_GRAPH = dict(EAGER, path="in_graph", proxy=8, host_us_p50=10.0, gpu_metadata_us=15.0)
 
 
 def test_the_aims_of_the_build_in_the_graph():
-    stock = record(**STOCK, proxy=8, step_ms_p50=4.5)
+    eager = record(**EAGER, proxy=8, step_ms_p50=4.5)
     case = "8 layers, batch 1, query length 1: in_graph"
-    assert aims([stock, record(**IN_GRAPH, step_ms_p50=3.0)]) == [
+    assert aims([eager, record(**IN_GRAPH, step_ms_p50=3.0)]) == [
         f"met: {case} host_us_p50 10.00 us (aim 10 us)",
         f"met: {case} gpu_metadata_us 15.00 us (aim 15 us)",
         f"met: {case} planner_launches 3.00 (aim 3)",
-        f"met: {case} step 1.50x faster than stock (aim 1.5x)",
+        f"met: {case} step 1.50x faster than eager (aim 1.5x)",
     ]
     slow = dict(host_us_p50=11.0, gpu_metadata_us=16.0, planner_launches=4.0)
-    missed = aims([stock, record(**IN_GRAPH | slow, step_ms_p50=3.1)])
+    missed = aims([eager, record(**IN_GRAPH | slow, step_ms_p50=3.1)])
     assert [line.partition(":")[0] for line in missed] == ["not met"] * 4
 
 
@@ -123,15 +123,15 @@ def test_an_unknown_figure_meets_no_aim():
     lines = aims([record(**IN_GRAPH | {"gpu_metadata_us": None})])
     assert not [line for line in lines if "gpu_metadata_us" in line]
     # Deeper proxies and larger batches are bound by the GPU.
-    deep = [record(**IN_GRAPH | {"proxy": 40}), record(**STOCK)]
+    deep = [record(**IN_GRAPH | {"proxy": 40}), record(**EAGER)]
     assert not [line for line in aims(deep) if "faster" in line]
 
 
 def test_the_aims_of_two_query_lengths_stay_apart():
     six = record(query_len=6, host_us_p50=100.0)
-    lines = aims([record(), six, record(**STOCK, host_us_p50=1000.0)])
+    lines = aims([record(), six, record(**EAGER, host_us_p50=1000.0)])
     assert len(lines) == 1
-    assert "query length 1: recorded build 20.0x" in lines[0]
+    assert "query length 1: replay 20.0x" in lines[0]
 
 
 class Trace:
@@ -175,7 +175,7 @@ class Trace:
 
 def test_launches_and_gpu_time_of_a_build():
     trace = Trace()
-    trace.build("stock", 100, 200)
+    trace.build("eager", 100, 200)
     trace.launch("cudaLaunchKernel", 110, (300, 310))
     # Two streams overlap: 5 us of it count once.
     trace.launch("cuLaunchKernelEx", 120, (305, 320))
@@ -184,21 +184,21 @@ def test_launches_and_gpu_time_of_a_build():
     trace.launch("cudaStreamIsCapturing", 150)
     # The forward, outside the build.
     trace.launch("cudaGraphLaunch", 250, (500, 900), (910, 990))
-    trace.build("recorded", 1000, 1030)
+    trace.build("replay", 1000, 1030)
     trace.launch("cudaGraphLaunch", 1010, (1100, 1120), (1120, 1130))
     trace.nested_driver_call("cuGraphLaunch", 1011)
     trace.launch("cudaGraphLaunch", 1050, (1200, 1600))
-    trace.build("stock", 2000, 2100)
+    trace.build("eager", 2000, 2100)
     trace.events.append({"ph": "M", "name": "process_name", "args": {}})
 
     found = costs({"traceEvents": trace.events})
-    stock, recorded = found["stock"], found["recorded"]
-    assert (stock.builds, recorded.builds) == (2, 1)
+    eager, replay = found["eager"], found["replay"]
+    assert (eager.builds, replay.builds) == (2, 1)
     # Medians of (3, 0) launches and (22, 0) us; only the first has a step.
-    assert (stock.launch_calls, stock.device_us) == (1.5, 11.0)
-    assert stock.step_launch_calls == 4
-    assert (recorded.launch_calls, recorded.device_us) == (1, 30)
-    assert recorded.step_launch_calls == 2
+    assert (eager.launch_calls, eager.device_us) == (1.5, 11.0)
+    assert eager.step_launch_calls == 4
+    assert (replay.launch_calls, replay.device_us) == (1, 30)
+    assert replay.step_launch_calls == 2
 
 
 PLANNER = "void smxx::decode::get_mla_metadata_kernel<true>(Params)"
@@ -217,7 +217,7 @@ def a_forward(at: float, *planners: float) -> list[tuple[float, float, str]]:
 def test_the_wait_for_the_metadata_and_the_planners():
     trace = Trace()
     for begin in (0, 1000):
-        trace.build("recorded", begin + 100, begin + 130)
+        trace.build("replay", begin + 100, begin + 130)
         trace.launch("cudaGraphLaunch", begin + 110, (begin + 150, begin + 170))
         # Between build and forward: part of the wait, and of no range.
         trace.launch(
@@ -228,7 +228,7 @@ def test_the_wait_for_the_metadata_and_the_planners():
         trace.launch(
             "cudaGraphLaunch", begin + 160, (begin + 300, begin + 310, PLANNER)
         )
-    found = costs({"traceEvents": trace.events})["recorded"]
+    found = costs({"traceEvents": trace.events})["replay"]
     assert found.gpu_metadata_us == 30
     assert found.planner_launches == 2
     assert found.device_us == 20
@@ -263,16 +263,16 @@ def test_a_head_that_is_not_found_gives_no_figure(head):
 
 def test_a_forward_belongs_to_the_build_before_it():
     trace = Trace()
-    trace.build("stock", 100, 110)
+    trace.build("eager", 100, 110)
     trace.launch("cudaLaunchKernel", 105, (120, 125))
     # No forward graph: the step after it has one.
-    trace.build("recorded", 200, 210)
+    trace.build("replay", 200, 210)
     trace.launch("cudaGraphLaunch", 205, (220, 225))
     trace.forward(215, *a_forward(230))
     found = costs({"traceEvents": trace.events})
-    assert found["stock"].gpu_metadata_us is None
-    assert found["stock"].planner_launches is None
-    assert found["recorded"].gpu_metadata_us == 10
+    assert found["eager"].gpu_metadata_us is None
+    assert found["eager"].planner_launches is None
+    assert found["replay"].gpu_metadata_us == 10
 
 
 def test_a_trace_without_builds():
@@ -284,7 +284,7 @@ class StockState:
         return self._build_attn_metadata(*inputs, **options)
 
     def _build_attn_metadata(self, *inputs, **options):
-        return {"by": "stock"}
+        return {"by": "eager"}
 
     def _upload_replay_start(self, values, num_reqs):
         return "uploaded"
@@ -294,13 +294,13 @@ class RecordedState(StockState):
     """The model state's surface that the switch takes hold of."""
 
     def _record(self, *where):
-        return SimpleNamespace(served=Counter(replayed=7), seconds=0.5, mib=3.0)
+        return SimpleNamespace(served=Counter(replay=7), seconds=0.5, mib=3.0)
 
     def release_metadata_graphs(self):
         pass
 
     def _build_attn_metadata(self, *inputs, **options):
-        return {"by": "recorded"}
+        return {"by": "replay"}
 
     def _upload_replay_start(self, values, num_reqs):
         return "skipped"
@@ -311,7 +311,7 @@ def switched():
     class State(RecordedState):
         pass
 
-    switch = Switch(["stock", "recorded"], None, query_len=1)
+    switch = Switch(["eager", "replay"], None, query_len=1)
     switch.install(State, StockState, decode_batch=dict)
     return switch, State()
 
@@ -327,8 +327,8 @@ def test_paths_take_turns(switched):
     switch, state = switched
     switch.measure(batch=8, turn=4)
     served = [step(state) for _ in range(16)]
-    assert served == (["stock"] * 4 + ["recorded"] * 4) * 2
-    for path in ("stock", "recorded"):
+    assert served == (["eager"] * 4 + ["replay"] * 4) * 2
+    for path in ("eager", "replay"):
         samples = switch.samples[path]
         assert len(samples.host_us) == 2 * (4 - SETTLE)
         assert len(samples.step_ms) == 2 * (4 - SETTLE - 1)
@@ -346,9 +346,9 @@ def test_only_full_decode_steps_of_the_batch_count(switched):
         {"prefill": True},
         {"for_capture": True},
     ):
-        assert step(state, **others) == "recorded"
+        assert step(state, **others) == "replay"
     assert not switch.samples
-    assert step(state) == "stock"
+    assert step(state) == "eager"
 
 
 def test_steps_of_two_runs_are_no_neighbours(switched):
@@ -358,8 +358,8 @@ def test_steps_of_two_runs_are_no_neighbours(switched):
         step(state)
     switch.new_run()
     step(state)
-    assert len(switch.samples["stock"].host_us) == 2
-    assert switch.samples["stock"].step_ms == []
+    assert len(switch.samples["eager"].host_us) == 2
+    assert switch.samples["eager"].step_ms == []
 
 
 def test_a_new_measurement_starts_anew(switched):
@@ -369,12 +369,12 @@ def test_a_new_measurement_starts_anew(switched):
         step(state)
     switch.measure(batch=8, turn=4)
     assert not switch.samples
-    assert step(state) == "stock"
+    assert step(state) == "eager"
 
 
 def test_before_a_measurement_the_engine_is_as_it_was(switched):
     _, state = switched
-    assert step(state) == "recorded"
+    assert step(state) == "replay"
     assert state._upload_replay_start(_Values(False), 8) == "skipped"
 
 
@@ -399,7 +399,7 @@ def test_stock_uploads_its_zeros(switched):
 def test_recordings_are_reported(switched):
     switch, state = switched
     assert state._record().served.total() == 7
-    report = switch.recordings["recorded"]
+    report = switch.recordings["replay"]
     assert (report.count, report.seconds, report.mib) == (7, 0.5, 3.0)
 
 
@@ -408,10 +408,10 @@ def test_a_recorded_path_without_a_recording_is_an_error():
         def _build_attn_metadata(self, *inputs, **options):
             return None
 
-    switch = Switch(["recorded"], None, query_len=1)
+    switch = Switch(["replay"], None, query_len=1)
     switch.install(Unrecorded, StockState, decode_batch=dict)
     switch.measure(batch=8, turn=1)
-    with pytest.raises((RuntimeError, TypeError), match="recorded path"):
+    with pytest.raises((RuntimeError, TypeError), match="replay path"):
         step(Unrecorded())
 
 
@@ -455,7 +455,7 @@ def make_forwards():
 
 
 def test_stock_steps_run_upstreams_forward_graphs(make_forwards):
-    switch, state, manager_class = make_forwards("stock", "recorded")
+    switch, state, manager_class = make_forwards("eager", "replay")
     manager = manager_class()
     manager.capture(state)
     # PIECEWISE graphs are captured once.
@@ -468,7 +468,7 @@ def test_stock_steps_run_upstreams_forward_graphs(make_forwards):
     for _ in range(4):
         step(state)
         served.append(manager.run_fullgraph("8"))
-    upstreams, ours = "graph of the stock build", "graph of the recorded build"
+    upstreams, ours = "graph of the eager build", "graph of the replay build"
     assert served == [upstreams] * 2 + [ours] * 2
     # A step that is not measured, after one of stock's.
     step(state)
@@ -477,7 +477,7 @@ def test_stock_steps_run_upstreams_forward_graphs(make_forwards):
 
 
 @pytest.mark.parametrize(
-    ("paths", "profiling"), [(["in_graph"], False), (["stock", "recorded"], True)]
+    ("paths", "profiling"), [(["in_graph"], False), (["eager", "replay"], True)]
 )
 def test_one_set_of_forward_graphs_where_one_will_do(make_forwards, paths, profiling):
     _, state, manager_class = make_forwards(*paths)
@@ -488,7 +488,7 @@ def test_one_set_of_forward_graphs_where_one_will_do(make_forwards, paths, profi
 
 
 def test_a_capture_that_fails_leaves_the_manager_as_it_was(make_forwards, monkeypatch):
-    switch, state, manager_class = make_forwards("stock", "recorded")
+    switch, state, manager_class = make_forwards("eager", "replay")
     monkeypatch.setattr(StockState, "_build_attn_metadata", lambda *_, **__: 1 / 0)
     manager = manager_class()
     with pytest.raises(ZeroDivisionError):
@@ -500,7 +500,7 @@ def test_a_capture_that_fails_leaves_the_manager_as_it_was(make_forwards, monkey
 def test_the_build_in_the_graph_has_an_engine_to_itself(make_forwards):
     switch, state, _ = make_forwards("in_graph")
     switch.measure(batch=8, turn=4)
-    assert [step(state) for _ in range(4)] == ["recorded"] * 4
+    assert [step(state) for _ in range(4)] == ["replay"] * 4
     assert list(switch.samples) == ["in_graph"]
 
 
@@ -587,7 +587,7 @@ def test_what_is_measured_is_kept(tmp_path, monkeypatch):
     assert metadata.main(["--out", str(out)]) == 1
     written = json.loads(out.read_text())["records"]
     assert [(r["proxy"], r["path"]) for r in written] == [
-        (40, path) for path in ("stock", "recorded", "in_graph")
+        (40, path) for path in ("eager", "replay", "in_graph")
     ]
 
 
@@ -601,18 +601,18 @@ def test_json_alone_on_standard_output(monkeypatch, capsys):
         return [record(proxy=proxy, query_len=query_len)], heads
 
     monkeypatch.setattr(metadata, "run_engine", engine)
-    subset = ["--query-len", "1,6", "--path", "in_graph,recorded", "--proxy", "8"]
+    subset = ["--query-len", "1,6", "--path", "in_graph,replay", "--proxy", "8"]
     assert metadata.main(["--json", *subset]) == 0
     written = json.loads(capsys.readouterr().out)
-    written = schemas.conforming("bench-metadata.v1", written)["records"]
+    written = schemas.conforming("bench-metadata.v2", written)["records"]
     assert [(r["proxy"], r["query_len"]) for r in written] == [(8, 1)] * 2 + [
         (8, 6)
     ] * 2
     # The second engine knows how the first one's forward graphs begin.
     assert asked == [
-        (8, 1, ["recorded"], {}),
+        (8, 1, ["replay"], {}),
         (8, 1, ["in_graph"], {"1": ["a", "kernel", "1"]}),
-        (8, 6, ["recorded"], {}),
+        (8, 6, ["replay"], {}),
         (8, 6, ["in_graph"], {"1": ["a", "kernel", "6"]}),
     ]
     assert metadata.main([]) == 0

@@ -13,8 +13,8 @@ import schemas
 from smoke import counters, serve_smoke
 
 LINE = (
-    "(EngineCore pid=7) INFO 11-29 decode metadata: in_graph=900 replayed=80 "
-    "launched=10 missed=0 ineligible=10 full_decode_steps=1000 (not_full=4, prefill=10)"
+    "(EngineCore pid=7) INFO 11-29 decode metadata: in_graph=900 replay=80 "
+    "launch=10 eager=10 full_decode_steps=1000 (not_full=4, prefill=10)"
 )
 
 SERVER = '''#!{python}
@@ -59,9 +59,8 @@ class Handler(BaseHTTPRequestHandler):
 def stop(*_):
     if how != "silent":
         missed = 3 if how == "misses" else 0
-        print(f"decode metadata: in_graph=99 replayed=0 launched=0 "
-              f"missed={{missed}} ineligible=1 "
-              "full_decode_steps=100 (prefill=1)", flush=True)
+        print(f"decode metadata: in_graph=99 replay=0 launch=0 eager=1 "
+              f"full_decode_steps=100 (unrecorded={{missed}})", flush=True)
     if how == "leaves a child":
         os._exit(0)
     child.kill()
@@ -76,19 +75,18 @@ ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 
 def test_the_newest_counters():
-    log = f"decode metadata: in_graph=1 missed=9\n{LINE}\nanother line"
+    log = f"decode metadata: in_graph=1 replay=9\n{LINE}\nanother line"
     assert counters.last(log) == {
         "in_graph": 900,
-        "replayed": 80,
-        "launched": 10,
-        "missed": 0,
-        "ineligible": 10,
+        "replay": 80,
+        "launch": 10,
+        "eager": 10,
         "full_decode_steps": 1000,
         "not_full": 4,
         "prefill": 10,
     }
     assert counters.last("nothing of the kind") is None
-    assert counters.last("decode metadata: in_graph=1 missed=9") is None
+    assert counters.last("decode metadata: in_graph=1 replay=9") is None
 
 
 @pytest.mark.parametrize(
@@ -96,7 +94,7 @@ def test_the_newest_counters():
     [
         (951, 0, 1000, None),
         (950, 0, 1000, "950 of 1000 FULL decode steps went without"),
-        (999, 1, 1000, "1 FULL decode steps missed their recording"),
+        (999, 1, 1000, "1 FULL decode steps found no recording"),
         (0, 0, 0, "the server ran no FULL decode step"),
     ],
 )
@@ -104,10 +102,10 @@ def test_what_the_counters_must_say(served, missed, steps, fault):
     found = counters.faults(
         {
             "in_graph": served // 3,
-            "replayed": served // 3,
-            "launched": served - 2 * (served // 3),
-            "missed": missed,
-            "ineligible": 0,
+            "replay": served // 3,
+            "launch": served - 2 * (served // 3),
+            "eager": steps - served,
+            "unrecorded": missed,
             "full_decode_steps": steps,
         }
     )
@@ -139,7 +137,7 @@ def smoke(tmp_path, monkeypatch, capsys):
         result = json.loads(capsys.readouterr().out)
         assert result == json.loads((tmp_path / "out.json").read_text())
         assert_gone(int(log.read_text().split()[1]))
-        return code, schemas.conforming("smoke.v1", result)
+        return code, schemas.conforming("smoke.v2", result)
 
     return run
 
@@ -179,7 +177,7 @@ def test_options_reach_the_server(smoke):
     [
         ("short", "concurrency 1: 5 tokens instead of 6"),
         ("error", 'concurrency 1: HTTP 500: {"error": "out of blocks"}'),
-        ("misses", "3 FULL decode steps missed their recording"),
+        ("misses", "3 FULL decode steps found no recording"),
         ("silent", "the server's log has no 'decode metadata:' line"),
         ("crashes", "the server's exit code was 9"),
         ("stays", "the server did not stop in 2 s after SIGTERM"),

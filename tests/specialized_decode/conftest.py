@@ -18,7 +18,7 @@ sys.modules.setdefault("vllm._flashmla_C", types.ModuleType("vllm._flashmla_C"))
 
 import pytest
 from cpu_cuda_graph import CpuCudaGraphs
-from rig import Architecture, Rig, Way, pretend_architecture
+from rig import Architecture, Rig, Serving, pretend_architecture
 
 
 @pytest.fixture
@@ -37,12 +37,12 @@ def make_rig(monkeypatch, cuda_graphs):
     def make(
         architecture: Architecture,
         query_len: int,
-        way: Way = Way.UPSTREAM,
+        way: Serving = Serving.UPSTREAM,
         **options,
     ) -> Rig:
         pretend_architecture(architecture, monkeypatch)
         rig = Rig(architecture, query_len, way, **options)
-        if way == Way.UPSTREAM:
+        if way == Serving.UPSTREAM:
             monkeypatch.setattr(rig.state.fused_builds, "prove", lambda *_: None)
         cuda_graphs.device_storages = rig.device_storages
         return rig

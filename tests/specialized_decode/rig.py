@@ -80,19 +80,19 @@ class Architecture(StrEnum):
         return self in (Architecture.SM90, Architecture.SM100_FLASHMLA)
 
 
-class Way(StrEnum):
+class Serving(StrEnum):
     """How the metadata of FULL steps leaves the host."""
 
     IN_GRAPH = "in_graph"  # the fused build, in the forward graph
-    SEPARATE = "separate"  # the fused build, recorded
-    LAUNCHED = "launched"  # the fused build, launched
+    REPLAY = "replay"  # the fused build, recorded
+    LAUNCH = "launch"  # the fused build, launched
     UPSTREAM = "upstream"  # upstream's builders, recorded
 
     @property
     def metadata_graphs(self) -> str:
         """The setting that asks for it."""
-        settings = {Way.IN_GRAPH: "auto", Way.LAUNCHED: "off"}
-        return settings.get(self, "separate")
+        settings = {Serving.IN_GRAPH: "auto", Serving.LAUNCH: "launch"}
+        return settings.get(self, "replay")
 
 
 # Few on SM90, that small steps fill them, some with more work than others.
@@ -308,7 +308,7 @@ class Rig:
         self,
         architecture: Architecture,
         query_len: int,
-        way: Way = Way.UPSTREAM,
+        way: Serving = Serving.UPSTREAM,
         bounded_replay: bool = True,
     ) -> None:
         self.architecture = architecture
@@ -436,7 +436,7 @@ class Rig:
     def record(self) -> None:
         """Capture as the runner does: the forward graphs, then what is inner."""
         with set_current_vllm_config(self.config):
-            if self.way == Way.IN_GRAPH:
+            if self.way == Serving.IN_GRAPH:
                 for graph in self.state.full_graphs:
                     self.capture_forward(graph)
             self.state.capture_inner_cudagraphs(

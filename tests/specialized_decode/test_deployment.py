@@ -12,7 +12,7 @@ from vllm.models.deepseek_v41.nvidia.specialized_decode.deployment import (
     Decode,
     decode_deployment,
     describe_platform,
-    missing_for_recorded_metadata,
+    missing_for_device_metadata,
     requested_backend,
     requested_metadata_graphs,
 )
@@ -64,14 +64,14 @@ def config(gpu, other_ranks, monkeypatch):
     return config
 
 
-def test_auto_records_metadata_where_it_can(config):
-    assert decode_deployment(config).decode == Decode.RECORDED_METADATA
+def test_auto_is_device_metadata_where_it_can_be(config):
+    assert decode_deployment(config).decode == Decode.DEVICE_METADATA
 
 
 def test_without_additional_config_it_is_auto(config):
     for nothing in ({}, None, object()):
         config.additional_config = nothing
-        assert decode_deployment(config).records_metadata
+        assert decode_deployment(config).device_metadata
 
 
 def test_stock_is_stock(config):
@@ -90,6 +90,7 @@ def breaking(path, value):
 
 
 BREAKING = {
+    "metadata_graphs other than eager": lambda config: None,
     "Model Runner V2": lambda config: None,
     "FULL CUDA graphs for decode batches only": breaking(
         "compilation_config.cudagraph_mode", CUDAGraphMode.PIECEWISE
@@ -111,25 +112,29 @@ BREAKING = {
 
 @pytest.mark.parametrize("need", BREAKING)
 def test_each_requirement_alone_is_named(config, gpu, monkeypatch, need):
-    assert missing_for_recorded_metadata(config) == ()
+    assert missing_for_device_metadata(config) == ()
     if need == "an NVIDIA GPU":
         gpu.is_cuda = lambda: False
     if need == "Model Runner V2":
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    metadata_graphs = "auto"
+    if need == "metadata_graphs other than eager":
+        metadata_graphs = "eager"
+    config.additional_config = {"metadata_graphs": metadata_graphs}
     BREAKING[need](config)
-    [missing] = missing_for_recorded_metadata(config)
+    [missing] = missing_for_device_metadata(config)
     assert missing.startswith(need) and missing.endswith(")")
     # auto serves all the same, latency_specialized says what is missing.
     assert decode_deployment(config).decode == Decode.STOCK
     assert decode_deployment(config).missing == (missing,)
-    config.additional_config = {"decode_backend": "latency_specialized"}
+    config.additional_config["decode_backend"] = "latency_specialized"
     with pytest.raises(ValueError, match="decode_backend=auto to serve") as error:
         decode_deployment(config)
     assert missing in str(error.value)
 
 
 def test_every_requirement_has_its_case():
-    needs = [r.need for r in deployment.RECORDED_METADATA_REQUIREMENTS]
+    needs = [r.need for r in deployment.DEVICE_METADATA_REQUIREMENTS]
     assert len(needs) == len(BREAKING)
     assert all(any(need.startswith(case) for case in BREAKING) for need in needs)
 
@@ -137,15 +142,15 @@ def test_every_requirement_has_its_case():
 @pytest.mark.parametrize(
     "mode", [CUDAGraphMode.FULL, CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE]
 )
-def test_mixed_full_graphs_are_not_for_recordings(config, mode):
+def test_mixed_full_graphs_are_not_enough(config, mode):
     config.compilation_config.cudagraph_mode = mode
-    assert missing_for_recorded_metadata(config)
+    assert missing_for_device_metadata(config)
 
 
 def test_everything_missing_is_listed_at_once(config):
     config.parallel_config.enable_dbo = True
     config.kv_transfer_config = object()
-    assert len(missing_for_recorded_metadata(config)) == 2
+    assert len(missing_for_device_metadata(config)) == 2
 
 
 @pytest.mark.parametrize("value", ["fast", "", None, 3, "STOCK"])
@@ -162,28 +167,61 @@ def test_unknown_keys_are_errors_that_name_the_valid_ones(config):
     assert "'metadata_graphs'" in str(error.value)
 
 
-@pytest.mark.parametrize("value", ["auto", "separate", "off"])
+def test_keys_of_any_type_are_named(config):
+    config.additional_config = {3: "stock", None: 1, "x": 2}
+    with pytest.raises(ValueError, match=r"'x', 3, None: DeepSeek-V4.1 takes"):
+        decode_deployment(config)
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    lines = []
+    monkeypatch.setattr(
+        deployment.logger,
+        "warning_once",
+        lambda text, *args: lines.append(text % args),
+    )
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("value", "warned"),
+    [("auto", False), ("replay", True), ("launch", True), ("eager", False)],
+)
+def test_metadata_graphs_without_effect_are_told(config, warnings, value, warned):
+    config.additional_config = {"decode_backend": "stock", "metadata_graphs": value}
+    decode_deployment(config)
+    assert bool(warnings) is warned
+    if warned:
+        assert f"metadata_graphs={value} has no effect: the stock" in warnings[0]
+
+
+@pytest.mark.parametrize("value", ["auto", "replay", "launch", "eager"])
 def test_metadata_graphs_go_with_every_backend(config, value):
     for backend, records in (
-        ("auto", True),
+        ("auto", value != "eager"),
         ("latency_specialized", True),
         ("stock", False),
     ):
+        if (backend, value) == ("latency_specialized", "eager"):
+            continue
         config.additional_config = {
             "decode_backend": backend,
             "metadata_graphs": value,
         }
-        assert decode_deployment(config).records_metadata is records
+        assert decode_deployment(config).device_metadata is records
         assert requested_metadata_graphs(config.additional_config) == value
 
 
-@pytest.mark.parametrize("value", ["on", "", None, False, "AUTO", "in_graph"])
+@pytest.mark.parametrize(
+    "value", ["on", "", None, False, "AUTO", "in_graph", "separate", "off"]
+)
 @pytest.mark.parametrize("backend", ["auto", "stock", "latency_specialized"])
 def test_unknown_metadata_graphs_are_errors_whatever_the_decode(config, backend, value):
     """Also of the stock decode, which has no use for them: the next one may."""
     config.additional_config = {"decode_backend": backend, "metadata_graphs": value}
     with pytest.raises(
-        ValueError, match=r"metadata_graphs .*'auto', 'separate', 'off'\."
+        ValueError, match=r"metadata_graphs .*'auto', 'replay', 'launch', 'eager'\."
     ):
         decode_deployment(config)
 
@@ -215,21 +253,30 @@ class TestExecutor:
         config.additional_config = {"decode_backend": "latency_specialized"}
         deployed = decode_deployment(config)
         assert (deployed.decode, deployed.executor) == (Decode.EXECUTOR, "executor")
-        assert not deployed.records_metadata
+        assert not deployed.device_metadata
 
-    def test_where_it_cannot_run_metadata_is_recorded(self, config):
+    def test_where_it_cannot_run_metadata_is_the_devices(self, config):
         self.missing = ["DSpark"]
         config.additional_config = {"decode_backend": "latency_specialized"}
-        assert decode_deployment(config).records_metadata
+        assert decode_deployment(config).device_metadata
+
+    @pytest.mark.parametrize("value", ["auto", "replay", "launch", "eager"])
+    def test_its_recordings_are_not_set(self, config, warnings, value):
+        config.additional_config = {
+            "decode_backend": "latency_specialized",
+            "metadata_graphs": value,
+        }
+        assert decode_deployment(config).decode == Decode.EXECUTOR
+        assert bool(warnings) is (value != "auto")
 
     def test_auto_keeps_the_outputs_of_the_stock_decode(self, config):
         deployed = decode_deployment(config)
-        assert deployed.records_metadata and deployed.executor is None
+        assert deployed.device_metadata and deployed.executor is None
 
-    def test_ranks_settle_on_recordings_together(self, config, other_ranks):
-        other_ranks.append(Decode.RECORDED_METADATA)
+    def test_ranks_settle_on_device_metadata_together(self, config, other_ranks):
+        other_ranks.append(Decode.DEVICE_METADATA)
         config.additional_config = {"decode_backend": "latency_specialized"}
-        assert decode_deployment(config).records_metadata
+        assert decode_deployment(config).device_metadata
 
 
 def test_the_default_backend():
@@ -237,6 +284,6 @@ def test_the_default_backend():
 
 
 def test_the_platform_in_a_line(gpu):
-    assert "recorded attention metadata" in describe_platform()
+    assert "device metadata" in describe_platform()
     gpu.is_cuda = lambda: False
     assert describe_platform().startswith("no NVIDIA GPU")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from decode_steps import Step, assert_same_for_forward, clones
-from rig import MAX_MODEL_LEN, Architecture, Way
+from rig import MAX_MODEL_LEN, Architecture, Serving
 from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.models.deepseek_v41.compressor import CompressorMetadataBuilder
 from vllm.models.deepseek_v41.nvidia.flashmla import (
@@ -30,7 +30,7 @@ from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.kernel import (
 from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.proof import (
     difference_from_upstream,
 )
-from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.stats import Served
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.stats import Way
 from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.tensors import (
     tensors,
 )
@@ -111,7 +111,7 @@ ELSEWHERE = torch.zeros(1 << 16, dtype=torch.int64)
     [(1, set(Kind) - {Kind.TOKEN_TABLE, Kind.SCHEDULE}), (3, {Kind.TOKEN_TABLE})],
 )
 def test_the_check_sees_every_wrong_job(make_small_rig, query_len, kinds):
-    rig = make_small_rig(Way.IN_GRAPH, query_len=query_len)
+    rig = make_small_rig(Serving.IN_GRAPH, query_len=query_len)
     build, build_upstream = offered(rig)
     missed, seen = [], set()
     for index, job in enumerate(build._jobs):
@@ -130,7 +130,7 @@ def test_the_check_sees_every_wrong_job(make_small_rig, query_len, kinds):
 
 def test_the_check_sees_the_slots_of_another_group(make_small_rig):
     """They differ where a token is cached in some groups only."""
-    build, build_upstream = offered(make_small_rig(Way.IN_GRAPH), 4)
+    build, build_upstream = offered(make_small_rig(Serving.IN_GRAPH), 4)
     rows = [row.data_ptr() for row in build.inputs.slot_mappings]
     for index, job in enumerate(build._jobs):
         if job.kind in (Kind.WINDOW, Kind.COMPRESSED_SLOT):
@@ -141,7 +141,7 @@ def test_the_check_sees_the_slots_of_another_group(make_small_rig):
 
 
 def test_the_check_names_the_tensor(make_small_rig):
-    build, build_upstream = offered(make_small_rig(Way.IN_GRAPH))
+    build, build_upstream = offered(make_small_rig(Serving.IN_GRAPH))
     jobs = [job for job in build._jobs if job.kind != Kind.RING_SLOT]
     path = difference_from_upstream(
         replace(build, _jobs=jobs), build_upstream, MAX_MODEL_LEN
@@ -150,7 +150,7 @@ def test_the_check_names_the_tensor(make_small_rig):
 
 
 def test_the_check_sees_a_missing_schedule(make_small_rig):
-    build, build_upstream = offered(make_small_rig(Way.IN_GRAPH))
+    build, build_upstream = offered(make_small_rig(Serving.IN_GRAPH))
     path = difference_from_upstream(
         replace(build, _schedules=[]), build_upstream, MAX_MODEL_LEN
     )
@@ -159,7 +159,7 @@ def test_the_check_sees_a_missing_schedule(make_small_rig):
 
 @pytest.mark.parametrize("query_len", [1, 2, 3, 4])
 def test_the_check_sees_every_wrong_schedule(make_small_rig, query_len):
-    rig = make_small_rig(Way.IN_GRAPH, query_len=query_len)
+    rig = make_small_rig(Serving.IN_GRAPH, query_len=query_len)
     build, build_upstream = offered(rig)
     assert len(build._schedules) == 2
     for index, schedule in enumerate(build._schedules):
@@ -178,9 +178,9 @@ def test_the_check_sees_every_wrong_schedule(make_small_rig, query_len):
 
 
 SERVED = {
-    Way.IN_GRAPH: Served.IN_GRAPH,
-    Way.SEPARATE: Served.REPLAYED,
-    Way.LAUNCHED: Served.LAUNCHED,
+    Serving.IN_GRAPH: Way.IN_GRAPH,
+    Serving.REPLAY: Way.REPLAY,
+    Serving.LAUNCH: Way.LAUNCH,
 }
 
 
@@ -204,7 +204,7 @@ def test_an_unexpected_schedule_stays_deepgemms(
 def test_a_warm_up_runs_the_build_that_was_proven(make_small_rig, monkeypatch):
     """The forward that follows it reads the schedules."""
     monkeypatch.setattr(jobs, "_SM90_UNIT", 128)
-    rig = make_small_rig(Way.IN_GRAPH)
+    rig = make_small_rig(Serving.IN_GRAPH)
     build, build_upstream = offered(rig)
     del rig.state.in_graph.head
     rig.fill(Step((1025, 300), 2, 1))
@@ -218,7 +218,7 @@ def test_a_warm_up_runs_the_build_that_was_proven(make_small_rig, monkeypatch):
 
 @pytest.mark.parametrize("architecture", [Architecture.SM100, Architecture.SM120])
 def test_schedules_of_other_architectures_stay_deepgemms(make_small_rig, architecture):
-    build, _ = offered(make_small_rig(Way.IN_GRAPH, architecture))
+    build, _ = offered(make_small_rig(Serving.IN_GRAPH, architecture))
     assert build._schedules and not build.knows_schedules
 
 
@@ -229,7 +229,7 @@ def explode(*_, **__):
 @pytest.mark.parametrize("outcome", ["equal", "different", "failed"])
 def test_the_check_leaves_everything_as_it_was(make_small_rig, monkeypatch, outcome):
     """A warm-up forward follows, on these very buffers."""
-    build, build_upstream = offered(make_small_rig(Way.IN_GRAPH))
+    build, build_upstream = offered(make_small_rig(Serving.IN_GRAPH))
     built = [tensor for _, tensor in tensors(build.attn_metadata)]
     everything = [*build.inputs.tensors(), *built]
     before = [tensor.clone() for tensor in everything]
@@ -282,7 +282,7 @@ def failing(monkeypatch):
 WRONG = {"['ring'].slot_mapping": differing, "nothing": failing}
 
 
-@pytest.mark.parametrize("way", [Way.IN_GRAPH, Way.SEPARATE, Way.LAUNCHED])
+@pytest.mark.parametrize("way", [Serving.IN_GRAPH, Serving.REPLAY, Serving.LAUNCH])
 @pytest.mark.parametrize("path", WRONG)
 def test_a_wrong_fused_build_is_not_used(make_small_rig, monkeypatch, log, path, way):
     WRONG[path](monkeypatch)
@@ -291,12 +291,12 @@ def test_a_wrong_fused_build_is_not_used(make_small_rig, monkeypatch, log, path,
     [error] = [line for line in log.lines if "differs from upstream's" in line]
     assert f"2 requests of 2 tokens differs from upstream's in {path}," in error
     rig.check_step(STEP)
-    if way == Way.LAUNCHED:
+    if way == Serving.LAUNCH:
         assert not rig.state.graphs.served()
         assert rig.state.graphs.stats.eager[Eager.UNRECORDED] == 1
     else:
-        assert rig.state.graphs.served() == {Served.REPLAYED: 1}
-        assert rig.state.graphs.stats.served == {Served.REPLAYED: 1}
+        assert rig.state.graphs.served() == {Way.REPLAY: 1}
+        assert rig.state.graphs.stats.served == {Way.REPLAY: 1}
         # Upstream's own builds were recorded, and those are the forward's alone.
         assert not any(graph.calls for graph in rig.forward_graphs.values())
 
@@ -311,13 +311,13 @@ def test_an_indexer_without_a_schedule_to_be_found_is_built_by_upstream(
     make_small_rig, monkeypatch
 ):
     monkeypatch.setattr(jobs.Schedule, "of", explode)
-    rig = make_small_rig(Way.IN_GRAPH)
+    rig = make_small_rig(Serving.IN_GRAPH)
     build, _ = offered(rig)
     left = [group.layer_names for groups in build.left for group in groups]
     assert left == [["full.indexer"], ["half.indexer"]]
     del rig.state.in_graph.head
     rig.record()
-    assert rig.state.graphs.served() == {Served.REPLAYED: 1}
+    assert rig.state.graphs.served() == {Way.REPLAY: 1}
     rig.check_step(STEP)
 
 
@@ -331,7 +331,7 @@ def test_an_indexer_without_a_schedule_to_be_found_is_built_by_upstream(
         DeepseekSparseSWAFlashMLAMetadataBuilder,
     ],
 )
-@pytest.mark.parametrize("way", [Way.IN_GRAPH, Way.LAUNCHED])
+@pytest.mark.parametrize("way", [Serving.IN_GRAPH, Serving.LAUNCH])
 def test_a_group_of_another_builder_is_built_by_it(
     make_small_rig, monkeypatch, way, builder, why
 ):
@@ -339,16 +339,16 @@ def test_a_group_of_another_builder_is_built_by_it(
     rig = make_small_rig(way)
     rig.record()
     rig.check_step(STEP)
-    if way == Way.LAUNCHED:
+    if way == Serving.LAUNCH:
         assert not rig.state.graphs.served()
         return
-    assert rig.state.graphs.stats.served == {Served.REPLAYED: 1}
+    assert rig.state.graphs.stats.served == {Way.REPLAY: 1}
     assert not any(graph.calls for graph in rig.forward_graphs.values())
 
 
 def test_only_the_groups_of_an_unknown_builder_are_left(make_small_rig, monkeypatch):
     LEFT["unknown"](monkeypatch, CompressorMetadataBuilder)
-    build, _ = offered(make_small_rig(Way.IN_GRAPH))
+    build, _ = offered(make_small_rig(Serving.IN_GRAPH))
     names = [group.layer_names for groups in build.left for group in groups]
     assert names == [["ring"]]
     assert Kind.RING_SLOT not in {job.kind for job in build._jobs}
@@ -360,7 +360,7 @@ def test_a_left_group_that_builds_into_new_memory_is_refused(
 ):
     """Nothing would refresh what the forward graphs read."""
     LEFT["unknown"](monkeypatch, CompressorMetadataBuilder)
-    rig = make_small_rig(Way.SEPARATE)
+    rig = make_small_rig(Serving.REPLAY)
     builder = rig.attn_groups[-1][0].get_metadata_builder()
     build = builder.build
 
@@ -376,7 +376,7 @@ def test_a_left_group_that_builds_into_new_memory_is_refused(
 
 def test_a_clamp_after_a_reader_of_its_table_is_left(make_small_rig):
     """In one launch the two would race: the reader is to see negative blocks."""
-    rig = make_small_rig(Way.IN_GRAPH, Architecture.SM100)
+    rig = make_small_rig(Serving.IN_GRAPH, Architecture.SM100)
     for groups in rig.attn_groups[1:3]:
         groups.reverse()
     build, build_upstream = offered(rig)
@@ -385,13 +385,13 @@ def test_a_clamp_after_a_reader_of_its_table_is_left(make_small_rig):
     assert difference_from_upstream(build, build_upstream, MAX_MODEL_LEN) is None
     del rig.state.in_graph.head
     rig.record()
-    assert rig.state.graphs.served() == {Served.REPLAYED: 1}
+    assert rig.state.graphs.served() == {Way.REPLAY: 1}
     rig.check_step(STEP)
 
 
 def test_other_inputs_need_another_build(make_small_rig):
     """A proven build reads the inputs it was made of."""
-    rig = make_small_rig(Way.IN_GRAPH)
+    rig = make_small_rig(Serving.IN_GRAPH)
     build, build_upstream = offered(rig)
     assert rig.state.fused_builds.prove(build, build_upstream) is build
     assert rig.state.fused_builds.proven(replace(build)) is build
@@ -435,7 +435,7 @@ FLATTENED = (Architecture.SM90, Architecture.SM100, Architecture.SM100_FLASHMLA)
 @pytest.mark.parametrize("architecture", FLATTENED)
 def test_uneven_query_lengths(make_rig, architecture):
     """Only the device tells the launch which request a token is of."""
-    rig = make_rig(architecture, 3, Way.IN_GRAPH)
+    rig = make_rig(architecture, 3, Serving.IN_GRAPH)
     build, _ = offered(rig, 4)
     view = rig.forward_view(4)
     for query_lens in ((1, 3), (3, 1, 2), (2, 1, 3, 3), (1, 1, 1, 1)):
@@ -451,7 +451,7 @@ def test_uneven_query_lengths(make_rig, architecture):
 
 def test_host_lengths_are_bounds_on_sm100(make_rig):
     """Upstream's kernels there take uneven lengths whatever the host believes."""
-    rig = make_rig(Architecture.SM100, 3, Way.IN_GRAPH)
+    rig = make_rig(Architecture.SM100, 3, Serving.IN_GRAPH)
     build, _ = offered(rig, 4)
     view = rig.forward_view(4)
     batch, _ = uneven(rig, (300, 1024), (1, 3))

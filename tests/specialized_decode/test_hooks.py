@@ -39,7 +39,7 @@ class ModelState:
     ("decode", "cls"),
     [
         (Decode.STOCK, DeepseekV41ModelState),
-        (Decode.RECORDED_METADATA, DeepseekV41DeviceMetadataModelState),
+        (Decode.DEVICE_METADATA, DeepseekV41DeviceMetadataModelState),
     ],
 )
 def test_the_deployment_chooses_the_model_state(decode, cls):

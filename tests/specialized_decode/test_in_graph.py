@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from decode_steps import Step, assert_same_for_forward, clones
-from rig import MAX_MODEL_LEN, Architecture, Way
+from rig import MAX_MODEL_LEN, Architecture, Serving
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 from vllm.config import CUDAGraphMode, set_current_vllm_config
@@ -23,7 +23,7 @@ from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.flashmla_plan i
 from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.recordable import (
     OneStepHolders,
 )
-from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.stats import Served
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.stats import Way
 from vllm.third_party.flashmla.flash_mla_interface import flash_mla_with_kvcache
 from vllm.v1.attention.backends.mla import indexer
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
@@ -37,7 +37,7 @@ def make_small_rig(make_rig):
     """A rig of one FULL graph, of two requests."""
 
     def make(architecture=Architecture.SM90, **options):
-        rig = make_rig(architecture, 1, Way.IN_GRAPH, **options)
+        rig = make_rig(architecture, 1, Serving.IN_GRAPH, **options)
         rig.keep_graphs(2)
         return rig
 
@@ -48,7 +48,7 @@ def make_small_rig(make_rig):
 def rig(make_small_rig):
     rig = make_small_rig()
     rig.record()
-    assert rig.state.graphs.served() == {Served.IN_GRAPH: 1}
+    assert rig.state.graphs.served() == {Way.IN_GRAPH: 1}
     return rig
 
 
@@ -76,7 +76,7 @@ class Launches(TorchDispatchMode):
 
 @pytest.mark.parametrize("query_len", [1, 2, 3, 4])
 def test_a_fused_build_is_one_launch(make_rig, monkeypatch, query_len):
-    rig = make_rig(Architecture.SM90, query_len, Way.LAUNCHED)
+    rig = make_rig(Architecture.SM90, query_len, Serving.LAUNCH)
     rig.keep_graphs(2)
     rig.record()
     monkeypatch.delattr(indexer, "get_paged_mqa_logits_metadata")
@@ -86,7 +86,7 @@ def test_a_fused_build_is_one_launch(make_rig, monkeypatch, query_len):
     # The interpreter moves its arguments by torch.
     kernels = [name for name in launches.names if not name.startswith("aten::")]
     assert kernels == ["_decode_metadata_kernel"]
-    assert rig.state.graphs.stats.served == {Served.LAUNCHED: 1}
+    assert rig.state.graphs.stats.served == {Way.LAUNCH: 1}
 
 
 class TestWhatIsCaptured:
@@ -112,9 +112,9 @@ class TestWhatIsCaptured:
         with torch.cuda.graph(forward_graph):
             rig.state.build_in_graph(graph, attn_metadata)
         assert not forward_graph.calls
-        rig.way = Way.SEPARATE  # The forwards are captured.
+        rig.way = Serving.REPLAY  # The forwards are captured.
         rig.record()
-        self.check_served(rig, Served.REPLAYED)
+        self.check_served(rig, Way.REPLAY)
 
     def test_all_lora_variants_hold_it(self, make_small_rig):
         rig = make_small_rig()
@@ -125,12 +125,12 @@ class TestWhatIsCaptured:
             for variant in variants:
                 rig.capture_forward(variant)
                 captured.append(rig.forward_graphs[2])
-        rig.way = Way.SEPARATE  # The forwards are captured.
+        rig.way = Serving.REPLAY  # The forwards are captured.
         rig.record()
         for forward_graph in captured:
             rig.forward_graphs[2] = forward_graph
             rig.check_step(STEP)
-        assert rig.state.graphs.stats.served == {Served.IN_GRAPH: 3}
+        assert rig.state.graphs.stats.served == {Way.IN_GRAPH: 3}
 
     @pytest.mark.parametrize("unproven", [0, 1])
     def test_one_variant_without_it_leaves_the_shape_out(
@@ -150,14 +150,14 @@ class TestWhatIsCaptured:
 
         monkeypatch.setattr(rig, "capture_forward", capture_forward)
         self.capture(rig, self.graph(num_active_loras=1), self.graph())
-        self.check_served(rig, Served.REPLAYED)
+        self.check_served(rig, Way.REPLAY)
 
     @pytest.mark.parametrize("first", [True, False])
     def test_a_micro_batched_graph_leaves_its_shape_out(self, make_small_rig, first):
         rig = make_small_rig()
         graphs = [self.graph(num_ubatches=2), self.graph()]
         self.capture(rig, *(graphs if first else graphs[::-1]))
-        self.check_served(rig, Served.REPLAYED)
+        self.check_served(rig, Way.REPLAY)
 
     @pytest.mark.parametrize("max_query_len", [None, 1])
     def test_mixed_and_variable_length_graphs_hold_none(
@@ -205,13 +205,13 @@ class TestWhatIsCaptured:
         assert table in tables_of_jobs(rig) and len(tables_of_jobs(rig)) == 2
 
     def test_only_auto_builds_in_the_graphs(self, make_rig):
-        for way in (Way.SEPARATE, Way.LAUNCHED):
+        for way in (Serving.REPLAY, Serving.LAUNCH):
             rig = make_rig(Architecture.SM90, 1, way)
             rig.keep_graphs(2)
-            rig.way = Way.IN_GRAPH  # The runner asks for it all the same.
+            rig.way = Serving.IN_GRAPH  # The runner asks for it all the same.
             rig.record()
             assert not rig.forward_graphs[2].calls
-            assert Served.IN_GRAPH not in rig.state.graphs.served()
+            assert Way.IN_GRAPH not in rig.state.graphs.served()
 
 
 def tables_of_jobs(rig):
@@ -232,7 +232,7 @@ class TestCapturingAgain:
             assert len(rig.state.graphs) == 0
         rig.record()
         assert rig.forward_graphs[2] is not first
-        assert rig.state.graphs.served() == {Served.IN_GRAPH: 1}
+        assert rig.state.graphs.served() == {Way.IN_GRAPH: 1}
         rig.check_step(STEP)
 
     def test_no_step_is_served_after_a_release(self, rig):
@@ -263,7 +263,7 @@ class TestCapturingAgain:
         cuda_graphs.device_storages = rig.device_storages
         assert not {*map(id, thrown_away)} & {*map(id, rig.builders())}
         rig.record()
-        assert rig.state.graphs.served() == {Served.IN_GRAPH: 1}
+        assert rig.state.graphs.served() == {Way.IN_GRAPH: 1}
         rig.check_step(STEP)
 
     def test_a_shape_left_out_later_is_no_longer_served_in_the_graph(self, rig):
@@ -271,7 +271,7 @@ class TestCapturingAgain:
         graph = replace(rig.state.full_graphs[0], num_ubatches=2)
         rig.state.full_graphs.append(graph)
         rig.record()
-        assert rig.state.graphs.served() == {Served.REPLAYED: 1}
+        assert rig.state.graphs.served() == {Way.REPLAY: 1}
         rig.check_step(STEP)
 
 
@@ -300,7 +300,7 @@ class TestSteps:
         """Below it there is no window."""
         rig.check_batch(lambda: self.prefilling(rig, start), FULL)
         served = rig.state.graphs.stats
-        assert served.served == {Served.IN_GRAPH: 1} and not served.eager[Eager.PREFILL]
+        assert served.served == {Way.IN_GRAPH: 1} and not served.eager[Eager.PREFILL]
         view = rig.forward_view(2)
         rig.run_batch(self.prefilling(rig, start))
         [lens] = [view[path] for path in view if path.endswith("decode_swa_lens")]
@@ -332,7 +332,7 @@ class TestSteps:
         assert not launches.names
         rig.forward_graphs[2].replay()
         assert all((each == -1).all() for each in slots)
-        assert rig.state.graphs.stats.served == {Served.IN_GRAPH: 2}
+        assert rig.state.graphs.stats.served == {Way.IN_GRAPH: 2}
         assert rig.state.graphs.stats.eager == eager
 
     def test_after_sleep_no_start_is_trusted(self, rig):
@@ -341,7 +341,7 @@ class TestSteps:
         for _ in range(2):
             rig.state._replay_start.fill_(500)
             rig.check_step(FULL)
-        assert rig.state.graphs.stats.served == {Served.IN_GRAPH: 2}
+        assert rig.state.graphs.stats.served == {Way.IN_GRAPH: 2}
 
     @pytest.mark.parametrize("trusted", [True, False])
     def test_requests_that_never_replay_have_no_start(self, make_small_rig, trusted):
@@ -353,7 +353,7 @@ class TestSteps:
             rig.state._zero_replay_starts = 0
             rig.state._replay_start.fill_(500)
         rig.check_step(FULL)
-        assert rig.state.graphs.stats.served == {Served.IN_GRAPH: 1}
+        assert rig.state.graphs.stats.served == {Way.IN_GRAPH: 1}
 
     @pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE])
     def test_other_steps_get_fresh_metadata(self, rig, mode):
@@ -375,12 +375,12 @@ class TestSteps:
         prefill = rig.run_batch(self.prefilling(rig, 1000))
         assert prefill is decode
         stats = rig.state.graphs.stats
-        assert stats.served == {Served.IN_GRAPH: 2} and stats.full_decode_steps == 2
+        assert stats.served == {Way.IN_GRAPH: 2} and stats.full_decode_steps == 2
 
     def test_a_step_leaves_no_replay_batch_of_an_earlier_one(self, rig):
         rig.state.decoder_replay_layers = SimpleNamespace(replay_batch="earlier")
         rig.run(FULL)
-        assert rig.state.graphs.stats.served == {Served.IN_GRAPH: 1}
+        assert rig.state.graphs.stats.served == {Way.IN_GRAPH: 1}
         assert rig.state.decoder_replay_layers.replay_batch is None
 
 
@@ -438,7 +438,7 @@ class TestWhatIsHandedOut:
 def test_a_long_run_of_random_steps(make_rig):
     """Batch sizes up and down over two graphs, every buffer poisoned before each
     step."""
-    rig = make_rig(Architecture.SM90, 1, Way.IN_GRAPH)
+    rig = make_rig(Architecture.SM90, 1, Serving.IN_GRAPH)
     rig.keep_graphs(1, 2)
     rig.record()
     views = {padded: rig.forward_view(padded) for padded in (1, 2)}
@@ -454,5 +454,5 @@ def test_a_long_run_of_random_steps(make_rig):
             rig.poison(view)
         rig.run_batch(batch)
         assert_same_for_forward(want, clones(views[padded]), step)
-    assert rig.state.graphs.stats.served == {Served.IN_GRAPH: 60}
+    assert rig.state.graphs.stats.served == {Way.IN_GRAPH: 60}
     assert not rig.state.graphs.stats.eager[Eager.UNRECORDED]

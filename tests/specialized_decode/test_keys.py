@@ -12,6 +12,7 @@ from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata import recordab
 from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.eligibility import (
     Eager,
 )
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.stats import Way
 from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.metadata_graphs import (
     GraphKey,
 )
@@ -122,7 +123,7 @@ def test_one_builder_that_needs_exact_keys_makes_all_keys_exact(make_rig, monkey
     rig.record()
     assert len(rig.state.graphs) == 8
     rig.build(rig.fill(STEP))
-    assert rig.state.graphs.stats.replayed == 1
+    assert rig.state.graphs.stats.served[Way.REPLAY] == 1
     key = rig.state.graphs.key(rig.fill(STEP), CUDAGraphMode.FULL)
     assert key == GraphKey(3, 4, 6, 8)
 

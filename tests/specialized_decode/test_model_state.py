@@ -7,7 +7,7 @@ import pytest
 import torch
 from cpu_cuda_graph import CaptureError
 from decode_steps import Step
-from rig import Architecture, Way
+from rig import Architecture, Serving
 from vllm.config import CUDAGraphMode
 from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata import (
     model_state,
@@ -338,7 +338,7 @@ def test_the_stand_in_refuses_what_a_cuda_graph_cannot_hold(cuda_graphs):
             work()
 
 
-@pytest.mark.parametrize("way", Way)
+@pytest.mark.parametrize("way", Serving)
 def test_the_counters_are_logged_when_due(make_rig, way, monkeypatch):
     rig = make_rig(Architecture.SM90, 1, way)
     rig.keep_graphs(4)

@@ -3,8 +3,8 @@ graphs read what an eager build leaves there."""
 
 import pytest
 from decode_steps import Step, assert_same_for_forward, clones
-from rig import MAX_MODEL_LEN, NUM_SMS, Architecture, Way
-from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.stats import Served
+from rig import MAX_MODEL_LEN, NUM_SMS, Architecture, Serving
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.stats import Way
 
 QUERY_LENS = (1, 2, 3, 4, 6)
 PADDED_REQS = (1, 2, 4, 8)
@@ -31,9 +31,9 @@ def check_steps(rig, padded_reqs, request_counts) -> None:
 @pytest.mark.parametrize("query_len", QUERY_LENS)
 @pytest.mark.parametrize("architecture", list(Architecture))
 def test_recorded_upstream_build_equals_eager_build(make_rig, architecture, query_len):
-    rig = make_rig(architecture, query_len, Way.UPSTREAM)
+    rig = make_rig(architecture, query_len, Serving.UPSTREAM)
     rig.record()
-    assert rig.state.graphs.served() == {Served.REPLAYED: len(PADDED_REQS)}
+    assert rig.state.graphs.served() == {Way.REPLAY: len(PADDED_REQS)}
     for padded in reversed(PADDED_REQS):
         check_steps(rig, padded, range(1, padded + 1))
     assert rig.state.graphs.stats.missed == 0
@@ -43,28 +43,28 @@ def test_recorded_upstream_build_equals_eager_build(make_rig, architecture, quer
 @pytest.mark.parametrize("architecture", list(Architecture))
 def test_fused_build_equals_eager_build(make_rig, architecture, query_len):
     """The request counts at which something changes: none is special in between."""
-    rig = make_rig(architecture, query_len, Way.LAUNCHED)
+    rig = make_rig(architecture, query_len, Serving.LAUNCH)
     rig.keep_graphs(1, 4)
     rig.record()
-    assert rig.state.graphs.served() == {Served.LAUNCHED: 2}
+    assert rig.state.graphs.served() == {Way.LAUNCH: 2}
     check_steps(rig, 1, [1])
     check_steps(rig, 4, [1, 3, 4])
 
 
-@pytest.mark.parametrize("way", [Way.IN_GRAPH, Way.SEPARATE])
+@pytest.mark.parametrize("way", [Serving.IN_GRAPH, Serving.REPLAY])
 @pytest.mark.parametrize("architecture", list(Architecture))
 def test_fused_build_in_a_graph_equals_eager_build(make_rig, architecture, way):
     rig = make_rig(architecture, 3, way)
     rig.keep_graphs(1, 4)
     rig.record()
-    served = Served.IN_GRAPH if way == Way.IN_GRAPH else Served.REPLAYED
+    served = Way.IN_GRAPH if way == Serving.IN_GRAPH else Way.REPLAY
     assert rig.state.graphs.served() == {served: 2}
     check_steps(rig, 1, [1])
     check_steps(rig, 4, [1, 3, 4])
     assert rig.state.graphs.stats.served == {served: 4}
 
 
-@pytest.mark.parametrize("way", [Way.UPSTREAM, Way.IN_GRAPH])
+@pytest.mark.parametrize("way", [Serving.UPSTREAM, Serving.IN_GRAPH])
 @pytest.mark.parametrize("architecture", list(Architecture))
 def test_steps_after_larger_batches_leave_no_stale_rows(make_rig, architecture, way):
     """Batch sizes down and up again, buffers as the steps before left them."""
@@ -82,7 +82,7 @@ def test_steps_after_larger_batches_leave_no_stale_rows(make_rig, architecture, 
         assert_same_for_forward(clones(views[padded]), got, step)
 
 
-@pytest.mark.parametrize("way", [Way.UPSTREAM, Way.IN_GRAPH])
+@pytest.mark.parametrize("way", [Serving.UPSTREAM, Serving.IN_GRAPH])
 @pytest.mark.parametrize("architecture", list(Architecture))
 def test_graph_larger_than_the_batch_needs(make_rig, architecture, way):
     """Data parallelism pads a rank to the largest one: any n runs in any P."""

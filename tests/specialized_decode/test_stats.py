@@ -1,6 +1,5 @@
 """The lines operators and tools read."""
 
-import re
 from collections import Counter
 
 from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata import stats as module
@@ -10,16 +9,14 @@ from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.eligibility imp
 from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.stats import (
     MetadataGraphStats,
     RecordingReport,
-    Served,
+    Way,
 )
 
 
 def stats() -> MetadataGraphStats:
     stats = MetadataGraphStats()
     stats.in_graph = 55
-    stats.refreshed.update(
-        {Served.IN_GRAPH: 5, Served.REPLAYED: 20, Served.LAUNCHED: 10}
-    )
+    stats.refreshed.update({Way.IN_GRAPH: 5, Way.REPLAY: 20, Way.LAUNCH: 10})
     stats.eager.update(
         {Eager.UNRECORDED: 2, Eager.PREFILL: 8, Eager.NOT_FULL: 40, Eager.DUMMY: 5}
     )
@@ -33,12 +30,11 @@ def test_the_counters_add_up_over_full_decode_steps():
 
 def test_the_line():
     assert stats().line() == (
-        "decode metadata: in_graph=60 replayed=20 launched=10 missed=2 ineligible=8 "
+        "decode metadata: in_graph=60 replay=20 launch=10 eager=10 "
         "full_decode_steps=100 (dummy=5, not_full=40, prefill=8, unrecorded=2)"
     )
     assert MetadataGraphStats().line() == (
-        "decode metadata: in_graph=0 replayed=0 launched=0 missed=0 ineligible=0 "
-        "full_decode_steps=0"
+        "decode metadata: in_graph=0 replay=0 launch=0 eager=0 full_decode_steps=0"
     )
 
 
@@ -56,12 +52,12 @@ def test_the_line_is_due_after_a_while_and_after_new_steps(monkeypatch):
 
 
 def test_the_start_up_line():
-    served = Counter({Served.IN_GRAPH: 6, Served.REPLAYED: 1})
+    served = Counter({Way.IN_GRAPH: 6, Way.REPLAY: 1})
     assert RecordingReport(served, 7, 0.034, 2.0).line() == (
-        "of 7 attention-metadata builds 6 in the forward graphs, 1 recorded, "
-        "in 0.03 s and 2 MiB"
+        "metadata of 7 FULL graphs: 6 in_graph, 1 replay; took 0.03 s and 2 MiB"
     )
     stopped = RecordingReport(Counter(), 7, 0.02, 1.0, "OutOfMemoryError: full").line()
-    assert re.search(
-        "of 7 .* none recorded, .*; stopped: OutOfMemoryError: full; the other", stopped
+    assert stopped == (
+        "metadata of 7 FULL graphs: 7 eager; took 0.02 s and 1 MiB; stopped: "
+        "OutOfMemoryError: full"
     )

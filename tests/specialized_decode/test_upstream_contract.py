@@ -6,6 +6,7 @@ from decode_steps import Step
 from rig import MAX_MODEL_LEN, Architecture, vllm_config
 from upstream_test_file import upstream_test
 from vllm.config import CUDAGraphMode
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.stats import Way
 from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.metadata_graphs import (
     AttnMetadataCudaGraphs,
 )
@@ -55,7 +56,7 @@ def test_the_executors_model_state_drives_it(make_rig, architecture):
     batch = rig.fill(Step((100, 200, 300), 4, 6))
     key = graphs.key(batch, CUDAGraphMode.FULL)
     assert graphs.replay(key) is not None
-    assert graphs.stats.replayed == 1
+    assert graphs.stats.served[Way.REPLAY] == 1
 
 
 def test_capture_keys_without_the_captured_graphs_follow_the_configuration():

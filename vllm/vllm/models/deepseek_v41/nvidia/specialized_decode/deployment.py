@@ -4,23 +4,26 @@
 ``additional_config={"decode_backend": ...}`` asks for one of
 
 - ``auto`` (the default): the best decode the deployment supports whose outputs
-  are bitwise those of the stock decode, i.e. recorded attention metadata;
+  are bitwise those of the stock decode, i.e. device metadata: the attention
+  metadata of decode steps without host work;
 - ``stock``: the stock decode;
-- ``latency_specialized``: a specialized decode or a start-up error that lists
-  everything that is missing. Where the requirements of upstream's GB300
-  executor hold it is the executor, elsewhere recorded attention metadata.
+- ``latency_specialized``: more than the stock decode or a start-up error that
+  lists everything that is missing. Where the requirements of upstream's GB300
+  executor hold it is the executor, elsewhere device metadata.
 
-``metadata_graphs`` says how far recorded attention metadata goes:
+``metadata_graphs`` names the best way in which a FULL step may get its metadata;
+a step that it cannot serve falls to a later one of
 
-- ``auto`` (the default): the build is part of the FULL forward graphs where that is
-  proven, else a CUDA graph of its own;
-- ``separate``: always CUDA graphs of their own;
-- ``off``: no CUDA graphs of it; fused builds are launched step by step.
+- ``auto`` (the default): ``in_graph``, at the head of the forward graph, where the
+  build is proven;
+- ``replay``: a CUDA graph of the build is replayed before the forward graph;
+- ``launch``: the fused build is launched before the forward graph, without graphs
+  of it;
+- ``eager``: upstream's builders run on the host, with nothing of ours.
 
-This module states every requirement of recorded attention metadata once, with
-its reason. They all read configuration that the ranks of a TP group share; the
-verdict is agreed over the group all the same, so that no rank can go its own
-way.
+This module states every requirement of device metadata once, with its reason. They
+all read configuration that the ranks of a TP group share; the verdict is agreed over
+the group all the same, so that no rank can go its own way.
 """
 
 from collections.abc import Callable
@@ -46,15 +49,16 @@ class DecodeBackend(StrEnum):
 
 class MetadataGraphs(StrEnum):
     AUTO = "auto"
-    SEPARATE = "separate"
-    OFF = "off"
+    REPLAY = "replay"
+    LAUNCH = "launch"
+    EAGER = "eager"
 
 
 class Decode(IntEnum):
     """The decodes a deployment can get, in the order ranks settle on the lowest."""
 
     STOCK = 0
-    RECORDED_METADATA = 1
+    DEVICE_METADATA = 1
     EXECUTOR = 2
 
 
@@ -79,10 +83,17 @@ def _decode_steps_alone_run_full(vllm_config: VllmConfig) -> bool:
     )
 
 
-RECORDED_METADATA_REQUIREMENTS = (
+DEVICE_METADATA_REQUIREMENTS = (
+    Requirement(
+        "metadata_graphs other than eager",
+        "that asks for upstream's builders",
+        lambda config: (
+            requested_metadata_graphs(config.additional_config) != MetadataGraphs.EAGER
+        ),
+    ),
     Requirement(
         "an NVIDIA GPU",
-        "the builds are recorded as CUDA graphs",
+        "the builds are parts of CUDA graphs",
         lambda config: current_platform.is_cuda(),
     ),
     Requirement(
@@ -149,8 +160,8 @@ class Deployment:
     executor: Any = None
 
     @property
-    def records_metadata(self) -> bool:
-        return self.decode == Decode.RECORDED_METADATA
+    def device_metadata(self) -> bool:
+        return self.decode == Decode.DEVICE_METADATA
 
 
 _Setting = TypeVar("_Setting", bound=StrEnum)
@@ -165,10 +176,10 @@ def _requested(additional_config: Any, key: str, values: type[_Setting]) -> _Set
     """
     if not isinstance(additional_config, dict):
         return values("auto")
-    unknown = sorted(set(additional_config) - set(_SETTINGS))
+    unknown = sorted(map(repr, set(additional_config) - set(_SETTINGS)))
     if unknown:
         raise ValueError(
-            f"Unknown additional_config key(s) {', '.join(map(repr, unknown))}: "
+            f"Unknown additional_config key(s) {', '.join(unknown)}: "
             f"DeepSeek-V4.1 takes {' and '.join(map(repr, _SETTINGS))}."
         )
     value = additional_config.get(key, "auto")
@@ -191,11 +202,11 @@ def requested_metadata_graphs(additional_config: Any) -> MetadataGraphs:
     return _requested(additional_config, "metadata_graphs", MetadataGraphs)
 
 
-def missing_for_recorded_metadata(vllm_config: VllmConfig) -> tuple[str, ...]:
-    """Every requirement of recorded attention metadata the deployment misses."""
+def missing_for_device_metadata(vllm_config: VllmConfig) -> tuple[str, ...]:
+    """Every requirement of device metadata that the deployment misses."""
     return tuple(
         f"{requirement.need} ({requirement.reason})"
-        for requirement in RECORDED_METADATA_REQUIREMENTS
+        for requirement in DEVICE_METADATA_REQUIREMENTS
         if not requirement.met(vllm_config)
     )
 
@@ -216,6 +227,14 @@ def _agreed(decode: Decode) -> Decode:
     return Decode(int(lowest.item()))
 
 
+def _warn_of_no_effect(metadata_graphs: MetadataGraphs, why: str) -> None:
+    logger.warning_once(
+        "DeepSeek-V4.1 decode: metadata_graphs=%s has no effect: %s.",
+        metadata_graphs,
+        why,
+    )
+
+
 def decode_deployment(vllm_config: VllmConfig) -> Deployment:
     """The decode of this deployment; collective over the TP group.
 
@@ -223,14 +242,16 @@ def decode_deployment(vllm_config: VllmConfig) -> Deployment:
     ``latency_specialized`` is asked for and a rank cannot have it.
     """
     backend = requested_backend(vllm_config.additional_config)
-    # Told early, also where the decode in the end has no use for it.
-    requested_metadata_graphs(vllm_config.additional_config)
+    # A bad value is told whatever the decode.
+    metadata_graphs = requested_metadata_graphs(vllm_config.additional_config)
     if backend == DecodeBackend.STOCK:
         logger.info_once("DeepSeek-V4.1 decode: stock (decode_backend=stock).")
+        if metadata_graphs not in (MetadataGraphs.AUTO, MetadataGraphs.EAGER):
+            _warn_of_no_effect(metadata_graphs, "the stock decode builds eagerly")
         return Deployment(Decode.STOCK)
 
-    missing = missing_for_recorded_metadata(vllm_config)
-    best = Decode.STOCK if missing else Decode.RECORDED_METADATA
+    missing = missing_for_device_metadata(vllm_config)
+    best = Decode.STOCK if missing else Decode.DEVICE_METADATA
     demanded = backend == DecodeBackend.LATENCY_SPECIALIZED
     if demanded:
         missing_for_executor = _missing_for_executor(vllm_config)
@@ -248,9 +269,11 @@ def decode_deployment(vllm_config: VllmConfig) -> Deployment:
     if decode == Decode.EXECUTOR:
         from . import specialized_decode_config
 
+        if metadata_graphs != MetadataGraphs.AUTO:
+            _warn_of_no_effect(metadata_graphs, "upstream's executor replays its own")
         return Deployment(decode, missing, specialized_decode_config(vllm_config))
-    if decode == Decode.RECORDED_METADATA:
-        # The line that says what was recorded follows the CUDA graph capture.
+    if decode == Decode.DEVICE_METADATA:
+        # The line that says how steps are served follows the CUDA graph capture.
         return Deployment(decode)
     if demanded:
         raise ValueError(
@@ -258,8 +281,7 @@ def decode_deployment(vllm_config: VllmConfig) -> Deployment:
             "decode_backend=auto to serve without a specialized decode."
         )
     logger.info_once(
-        "DeepSeek-V4.1 decode: stock (decode_backend=auto); recorded attention "
-        "metadata needs %s.",
+        "DeepSeek-V4.1 decode: stock (decode_backend=auto); device metadata needs %s.",
         "; ".join(missing),
     )
     return Deployment(decode, missing)
@@ -267,10 +289,10 @@ def decode_deployment(vllm_config: VllmConfig) -> Deployment:
 
 def describe_platform() -> str:
     """One line: what the GPUs here get under each decode backend, or would get."""
-    recorded = "recorded attention metadata under decode_backend=auto"
+    ours = "device metadata under decode_backend=auto"
     if not current_platform.is_cuda():
         return (
-            f"no NVIDIA GPU here; with one, {recorded} and latency_specialized, and "
+            f"no NVIDIA GPU here; with one, {ours} and latency_specialized, and "
             "upstream's executor under the latter on a GB300"
         )
     demanded = (
@@ -279,6 +301,6 @@ def describe_platform() -> str:
         else "the same"
     )
     return (
-        f"{current_platform.get_device_name()}: {recorded}, {demanded} under "
+        f"{current_platform.get_device_name()}: {ours}, {demanded} under "
         "latency_specialized"
     )

@@ -6,7 +6,7 @@ order of preference, each graph is served by
 
 - its own head: the fused build was captured in front of the forward;
 - a recording of the fused build, or of upstream's builders, replayed before it;
-- a launch of the fused build (``metadata_graphs=off``);
+- a launch of the fused build (``metadata_graphs=launch``);
 - an eager build of ``DeepseekV41ModelState``, as all other steps are.
 """
 
@@ -182,7 +182,7 @@ class DeepseekV41DeviceMetadataModelState(DeepseekV41ModelState):
             )
             outcome = report.line()
         else:
-            outcome = "attention metadata built eagerly: a builder is not recordable"
+            outcome = "metadata built eagerly: a builder is unknown"
         if is_global_first_rank():
             logger.info("DeepSeek-V4.1 decode: %s.", outcome)
 
@@ -337,20 +337,20 @@ class DeepseekV41DeviceMetadataModelState(DeepseekV41ModelState):
 
     def _record_build(self, key: GraphKey, build: PaddedBuild) -> dict[str, Any]:
         """Take the build of ``key`` off the host, fused as far as may be."""
-        separate = self.metadata_graphs != MetadataGraphs.OFF
+        recorded = self.metadata_graphs != MetadataGraphs.LAUNCH
         # A key of a partial batch bakes in what the fused build reads on the device.
         if key.num_reqs == key.num_reqs_after_padding:
             attn_metadata = build.by_upstream(build.attn_groups)
             fused = self.fused_builds.prove(
                 build.fused(attn_metadata), build.by_upstream
             )
-            if fused is not None and separate:
+            if fused is not None and recorded:
                 self.graphs.capture_fused(key, attn_metadata, fused, build.by_upstream)
                 return attn_metadata
             if fused is not None and not any(fused.left):
                 self.graphs.keep_launch(key, attn_metadata, fused)
                 return attn_metadata
-        if separate:
+        if recorded:
             return self.graphs.capture(
                 key, build.attn_groups, build.block_tables, build.by_upstream
             )

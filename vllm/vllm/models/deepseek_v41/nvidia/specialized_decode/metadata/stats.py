@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters of the recorded attention-metadata builds, and the lines they log."""
+"""Counters of the ways in which steps got their metadata, and the lines they log."""
 
 import time
 from collections import Counter
@@ -11,24 +11,26 @@ from .eligibility import Eager
 _LOG_INTERVAL_S = 10.0
 
 
-class Served(StrEnum):
-    """How the metadata of a FULL step is refreshed without an eager build."""
+class Way(StrEnum):
+    """How the metadata of a FULL step is refreshed, the best way first."""
 
     IN_GRAPH = "in_graph"
     """The forward graph refreshes it."""
-    REPLAYED = "replayed"
+    REPLAY = "replay"
     """A CUDA graph of its own is replayed before the forward graph."""
-    LAUNCHED = "launched"
+    LAUNCH = "launch"
     """A fused build is launched before the forward graph."""
+    EAGER = "eager"
+    """Upstream's builders run on the host."""
 
 
 @dataclass
 class MetadataGraphStats:
     """How the metadata of this rank's steps was built since start-up."""
 
-    refreshed: Counter[Served] = field(default_factory=Counter)
+    refreshed: Counter[Way] = field(default_factory=Counter)
     in_graph: int = 0
-    """Steps of ``Served.IN_GRAPH`` beyond those in ``refreshed``: all their host does
+    """Steps of ``Way.IN_GRAPH`` beyond those in ``refreshed``: all their host does
     is to count, and a Counter would take as long as the rest."""
     eager: Counter[Eager] = field(default_factory=Counter)
     line_due: float = field(
@@ -38,37 +40,35 @@ class MetadataGraphStats:
     _logged_steps: int = field(default=0, repr=False)
 
     @property
-    def served(self) -> Counter[Served]:
-        return self.refreshed + Counter({Served.IN_GRAPH: self.in_graph})
-
-    @property
-    def replayed(self) -> int:
-        return self.served[Served.REPLAYED]
+    def served(self) -> Counter[Way]:
+        """Steps without an eager build."""
+        return self.refreshed + Counter({Way.IN_GRAPH: self.in_graph})
 
     @property
     def missed(self) -> int:
         return self.eager[Eager.UNRECORDED]
 
     @property
-    def full_decode_steps(self) -> int:
+    def ways(self) -> Counter[Way]:
         """Steps that ran a FULL CUDA graph, without the dummy ones that were built
         eagerly."""
-        return self.served.total() + sum(
-            count for why, count in self.eager.items() if why.in_full_decode_step
-        )
+        eager = sum(n for why, n in self.eager.items() if why.in_full_decode_step)
+        return self.served + Counter({Way.EAGER: eager})
+
+    @property
+    def full_decode_steps(self) -> int:
+        return self.ways.total()
 
     def line(self) -> str:
-        """``decode metadata: in_graph=... replayed=... launched=... missed=...`` for
-        logs and tools."""
-        steps = self.full_decode_steps
-        served = " ".join(f"{way}={self.served[way]}" for way in Served)
+        """``decode metadata: in_graph=... replay=... launch=... eager=...``, and the
+        reasons of all eager builds, for logs and tools."""
+        ways = self.ways
+        counts = " ".join(f"{way}={ways[way]}" for way in Way)
         reasons = ", ".join(
             f"{why}={count}" for why, count in sorted(self.eager.items()) if count
         )
-        return (
-            f"decode metadata: {served} missed={self.missed} "
-            f"ineligible={steps - self.served.total() - self.missed} "
-            f"full_decode_steps={steps}" + (f" ({reasons})" if reasons else "")
+        return f"decode metadata: {counts} full_decode_steps={ways.total()}" + (
+            f" ({reasons})" if reasons else ""
         )
 
     def due_line(self) -> str | None:
@@ -83,28 +83,21 @@ class MetadataGraphStats:
 
 @dataclass(frozen=True)
 class RecordingReport:
-    """How the keys of the FULL graphs are served after a recording session."""
+    """How the steps of the FULL graphs get their metadata after start-up."""
 
-    served: Counter[Served]
+    served: Counter[Way]
     keys: int
     seconds: float
     mib: float
     stopped: str | None = None
 
     def line(self) -> str:
-        counts = ", ".join(
-            f"{self.served[way]} {words}"
-            for way, words in (
-                (Served.IN_GRAPH, "in the forward graphs"),
-                (Served.REPLAYED, "recorded"),
-                (Served.LAUNCHED, "launched"),
-            )
-            if self.served[way]
-        )
+        ways = self.served + Counter({Way.EAGER: self.keys - self.served.total()})
+        counts = ", ".join(f"{ways[way]} {way}" for way in Way if ways[way])
         text = (
-            f"of {self.keys} attention-metadata builds {counts or 'none recorded'}, in "
+            f"metadata of {self.keys} FULL graphs: {counts or 'none'}; took "
             f"{self.seconds:.2f} s and {self.mib:.0f} MiB"
         )
         if self.stopped is not None:
-            text += f"; stopped: {self.stopped}; the other shapes build eagerly"
+            text += f"; stopped: {self.stopped}"
         return text

@@ -33,7 +33,7 @@ from ..metadata.eligibility import Eager, why_not_uniform_decode
 from ..metadata.fused_build import AttnGroups, BuildFn, FusedBuild
 from ..metadata.graph_capture import record_graph, refuse_host_syncs
 from ..metadata.recordable import OneStepHolders, Recording, recording_of
-from ..metadata.stats import MetadataGraphStats, Served
+from ..metadata.stats import MetadataGraphStats, Way
 from ..metadata.tensors import unrefreshed_tensor
 
 logger = init_logger(__name__)
@@ -58,7 +58,7 @@ class NotRecordableError(RuntimeError):
 
 
 class _Recorded(NamedTuple):
-    served: Served
+    served: Way
     # Refreshes what the forward graph reads.
     refresh: Callable[[], None]
     attn_metadata: dict[str, Any]
@@ -224,7 +224,7 @@ class AttnMetadataCudaGraphs:
             raise NotRecordableError(
                 f"the recorded build puts {unrefreshed} elsewhere than an eager one"
             )
-        self._keep(key, Served.REPLAYED, replay, attn_metadata, device_driven=False)
+        self._keep(key, Way.REPLAY, replay, attn_metadata, device_driven=False)
         return attn_metadata
 
     def capture_fused(
@@ -245,7 +245,7 @@ class AttnMetadataCudaGraphs:
         _, replay = self._record(launch)
         self._keep(
             key,
-            Served.REPLAYED,
+            Way.REPLAY,
             replay,
             attn_metadata,
             device_driven=not any(fused.left),
@@ -256,14 +256,12 @@ class AttnMetadataCudaGraphs:
     ) -> None:
         """As ``capture_fused`` of a build that leaves no group, but launched anew on
         every step."""
-        self._keep(
-            key, Served.LAUNCHED, fused.launch, attn_metadata, device_driven=True
-        )
+        self._keep(key, Way.LAUNCH, fused.launch, attn_metadata, device_driven=True)
 
     def keep_in_graph(self, key: GraphKey, attn_metadata: dict[str, Any]) -> None:
         """The forward graphs of ``key`` refresh ``attn_metadata``, which holds
         nothing that a forward could fill."""
-        self._keep(key, Served.IN_GRAPH, _nothing, attn_metadata, device_driven=True)
+        self._keep(key, Way.IN_GRAPH, _nothing, attn_metadata, device_driven=True)
         self.in_graph[key.num_reqs, key.num_tokens] = attn_metadata
 
     def _record(self, build: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
@@ -281,7 +279,7 @@ class AttnMetadataCudaGraphs:
     def _keep(
         self,
         key: GraphKey,
-        served: Served,
+        served: Way,
         refresh: Callable[[], None],
         attn_metadata: dict[str, Any],
         device_driven: bool,
@@ -291,7 +289,7 @@ class AttnMetadataCudaGraphs:
             served, refresh, attn_metadata, holders, device_driven
         )
 
-    def served(self) -> Counter[Served]:
+    def served(self) -> Counter[Way]:
         """How many keys are served each way."""
         return Counter(recorded.served for recorded in self._graphs.values())
 
