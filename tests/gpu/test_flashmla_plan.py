@@ -7,13 +7,10 @@ import pytest
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.models.deepseek_v41.nvidia import flashmla
-from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata import (
-    model_state,
-)
 from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.flashmla_plan import (
     PLANS,
     NotShared,
-    share_plans,
+    PlanSharing,
 )
 from vllm.third_party.flashmla.flash_mla_interface import FlashMLASchedMeta
 from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWAMetadataBuilder
@@ -53,7 +50,7 @@ class OwnPlans:
     """Takes the place of ``flash_mla_with_kvcache`` for the attention layers: each
     call runs on the plan it is given, and again on an own one.
 
-    Takes the place of ``share_plans`` too, to know the plans of the target's decode
+    Looks on at ``PlanSharing`` too, to know the plans of the target's decode
     steps: a draft's layers, and those that replay a prefill, have metadata of their
     own.
     """
@@ -65,8 +62,8 @@ class OwnPlans:
         self.shared: dict[int, FlashMLASchedMeta] = {}
         self.seen: dict[int, Seen] = {}
 
-    def share(self, attn_metadata, attn_groups) -> None:
-        self.verdicts.append(share_plans(attn_metadata, attn_groups))
+    def note(self, verdict: NotShared | None, attn_metadata) -> None:
+        self.verdicts.append(verdict)
         if any(getattr(m, "num_prefills", 0) for m in attn_metadata.values()):
             return
         for metadata in attn_metadata.values():
@@ -111,7 +108,14 @@ class OwnPlans:
 def own_plans(monkeypatch):
     own_plans = OwnPlans(flashmla.flash_mla_with_kvcache)
     monkeypatch.setattr(flashmla, "flash_mla_with_kvcache", own_plans)
-    monkeypatch.setattr(model_state, "share_plans", own_plans.share)
+    share = PlanSharing.share
+
+    def noted(sharing, attn_metadata):
+        verdict = share(sharing, attn_metadata)
+        own_plans.note(verdict, attn_metadata)
+        return verdict
+
+    monkeypatch.setattr(PlanSharing, "share", noted)
     return own_plans
 
 

@@ -12,7 +12,7 @@ from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata import flashmla
 from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.flashmla_plan import (
     PLANS,
     NotShared,
-    share_plans,
+    PlanSharing,
 )
 from vllm.v1.worker.utils import AttentionGroup
 
@@ -243,7 +243,7 @@ class TestRefusals:
     def refused(self, rig):
         metadata = stock_build(rig)
         before = plans(metadata)
-        why = share_plans(metadata, rig.attn_groups)
+        why = PlanSharing(rig.attn_groups).share(metadata)
         if why is not None:
             assert plans(metadata) == before
         return why
@@ -263,7 +263,9 @@ class TestRefusals:
         parallel = rig.config.parallel_config
         setattr(parallel, f"{kind}_context_parallel_size", 2)
         metadata = stock_build(rig)
-        assert share_plans(metadata, rig.attn_groups) == NotShared.CONTEXT_PARALLEL
+        assert (
+            PlanSharing(rig.attn_groups).share(metadata) == NotShared.CONTEXT_PARALLEL
+        )
 
     @pytest.mark.parametrize(
         "changes",
@@ -308,12 +310,12 @@ class TestRefusals:
         metadata = stock_build(rig)
         last = WINDOWS[-1]
         metadata[last] = replace(metadata[last], **changes)
-        return share_plans(metadata, rig.attn_groups)
+        return PlanSharing(rig.attn_groups).share(metadata)
 
     def test_no_metadata(self, rig):
         metadata = stock_build(rig)
         del metadata[WINDOWS[-1]]
-        assert share_plans(metadata, rig.attn_groups) == NotShared.METADATA
+        assert PlanSharing(rig.attn_groups).share(metadata) == NotShared.METADATA
 
     @pytest.mark.parametrize(
         "changes",
@@ -343,7 +345,7 @@ class TestRefusals:
     def test_a_used_plan(self, rig, flashmla):
         metadata = stock_build(rig)
         metadata[WINDOWS[-1]].tile_sched_c2a.have_initialized = True
-        assert share_plans(metadata, rig.attn_groups) == NotShared.USED
+        assert PlanSharing(rig.attn_groups).share(metadata) == NotShared.USED
 
 
 def test_a_refusal_is_logged_once(rig, monkeypatch):
@@ -367,7 +369,7 @@ def test_attention_that_does_not_plan_has_nothing_to_share(make_windows, archite
         eager_batch(rig), CUDAGraphMode.NONE, rig.stock_state.prepare_attn
     )
     before = plans(metadata)
-    assert share_plans(metadata, rig.attn_groups) is None
+    assert PlanSharing(rig.attn_groups).share(metadata) is None
     assert plans(metadata) == before
 
 
@@ -376,4 +378,4 @@ def test_a_single_window_group_has_nothing_to_share(make_rig):
     metadata = rig.build(
         eager_batch(rig), CUDAGraphMode.NONE, rig.stock_state.prepare_attn
     )
-    assert share_plans(metadata, rig.attn_groups) is None
+    assert PlanSharing(rig.attn_groups).share(metadata) is None

@@ -5,7 +5,7 @@ A plan says how FlashMLA splits the rows of a decode step over the SMs. The firs
 layer that is given an empty ``FlashMLASchedMeta`` launches the planner, the
 layers after it reuse its plan. The sliding-window builders make one such object
 per layer type *and KV-cache group*, so a step plans again for every group what
-it has planned already. ``share_plans`` lets all groups use the first group's.
+it has planned already. ``PlanSharing`` lets all groups use the first group's.
 
 Why one plan serves all groups. The planner reads the number of rows, query
 heads and SMs, the two index widths, and per row ``topk_length`` and, on layers
@@ -93,44 +93,58 @@ class NotShared(StrEnum):
     USED = "a forward has used a plan already"
 
 
-def share_plans(
-    attn_metadata: Mapping[str, Any], attn_groups: AttnGroups
-) -> NotShared | None:
-    """Let every window group of a freshly built step use the first one's plans.
+class PlanSharing:
+    """Lets the window groups of a step use one plan per layer type.
 
-    Args:
-        attn_metadata: What one build returned, by layer name. The plan fields of
-            its ``DeepseekSparseSWAMetadata`` are set; they are as fresh as before.
-        attn_groups: The attention groups it was built for, by KV-cache group.
-
-    Returns:
-        None where they share, or where there is nothing to share: a single group,
-        no decode rows, or attention that does not plan. Else why not, logged once;
-        ``attn_metadata`` is then unchanged.
+    What follows from the groups alone is decided once, for all builds of them.
     """
-    windows = [
-        group
-        for groups in attn_groups
-        for group in groups
-        if isinstance(_builder(group), DeepseekSparseSWAMetadataBuilder)
-    ]
-    if len(windows) < 2:
-        return None
-    types = {type(_builder(group)) for group in windows}
-    if DeepseekSparseSWAFlashMLAMetadataBuilder not in types:
-        return None
-    built = [attn_metadata.get(group.layer_names[0]) for group in windows]
-    why = _differing_groups(windows, attn_groups) or _differing_steps(windows, built)
-    if why is not None:
-        logger.info_once(
-            "DeepSeek-V4.1 decode: FlashMLA plans are not shared: %s.", why
+
+    def __init__(self, attn_groups: AttnGroups) -> None:
+        self._attn_groups = attn_groups
+        windows = [
+            group
+            for groups in attn_groups
+            for group in groups
+            if isinstance(_builder(group), DeepseekSparseSWAMetadataBuilder)
+        ]
+        plans = any(
+            type(_builder(group)) is DeepseekSparseSWAFlashMLAMetadataBuilder
+            for group in windows
         )
-        return why
-    first, *others = built
-    for metadata in others:
-        for plan in PLANS:
-            setattr(metadata, plan, getattr(first, plan))
-    return None
+        # None where there is nothing to share.
+        self._windows = windows if plans and len(windows) > 1 else []
+        self._why = _differing_groups(windows, attn_groups) if self._windows else None
+
+    def is_of(self, attn_groups: AttnGroups) -> bool:
+        return self._attn_groups is attn_groups
+
+    def share(self, attn_metadata: Mapping[str, Any]) -> NotShared | None:
+        """Let every window group of a freshly built step use the first one's plans.
+
+        Args:
+            attn_metadata: What one build of the groups returned, by layer name. The
+                plan fields of its ``DeepseekSparseSWAMetadata`` are set; they are as
+                fresh as before.
+
+        Returns:
+            None where they share, or where there is nothing to share: a single group,
+            no decode rows, or attention that does not plan. Else why not, logged once;
+            ``attn_metadata`` is then unchanged.
+        """
+        if not self._windows:
+            return None
+        built = [attn_metadata.get(group.layer_names[0]) for group in self._windows]
+        why = self._why or _differing_steps(self._windows, built)
+        if why is not None:
+            logger.info_once(
+                "DeepSeek-V4.1 decode: FlashMLA plans are not shared: %s.", why
+            )
+            return why
+        first, *others = built
+        for metadata in others:
+            for plan in PLANS:
+                setattr(metadata, plan, getattr(first, plan))
+        return None
 
 
 def _builder(group: AttentionGroup) -> Any:

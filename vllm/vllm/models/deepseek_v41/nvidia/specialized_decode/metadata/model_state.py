@@ -33,7 +33,7 @@ from ...model_state import DeepseekV41ModelState
 from ..deployment import MetadataGraphs, requested_metadata_graphs
 from ..runtime.metadata_graphs import AttnGroups, AttnMetadataCudaGraphs, GraphKey
 from .eligibility import Eager
-from .flashmla_plan import share_plans
+from .flashmla_plan import PlanSharing
 from .in_graph import InGraphBuilds
 from .padded_build import PaddedBuild
 from .proven_builds import FusedBuilds
@@ -112,6 +112,7 @@ class DeepseekV41DeviceMetadataModelState(DeepseekV41ModelState):
         self._zero_replay_starts = (
             self._replay_start.shape[0] if self._trust_replay_starts else 0
         )
+        self._plan_sharing: PlanSharing | None = None
         if is_global_first_rank():
             atexit.register(_log_stats, weakref.ref(self))
 
@@ -128,6 +129,7 @@ class DeepseekV41DeviceMetadataModelState(DeepseekV41ModelState):
         self.fused_builds.release()
         self._for_capture = None
         self._recorded_owners = None
+        self._plan_sharing = None
 
     def build_in_graph(
         self, graph: BatchExecutionDescriptor, attn_metadata: dict[str, Any]
@@ -330,7 +332,9 @@ class DeepseekV41DeviceMetadataModelState(DeepseekV41ModelState):
             ubatch_idx=ubatch_idx,
             **kwargs,
         )
-        share_plans(attn_metadata, attn_groups)
+        if self._plan_sharing is None or not self._plan_sharing.is_of(attn_groups):
+            self._plan_sharing = PlanSharing(attn_groups)
+        self._plan_sharing.share(attn_metadata)
         if for_capture and self.metadata_graphs == MetadataGraphs.AUTO:
             self._for_capture = attn_metadata, padded_build()
         return attn_metadata
