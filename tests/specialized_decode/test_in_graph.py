@@ -335,26 +335,6 @@ class TestSteps:
         assert rig.state.graphs.stats.served == {Way.IN_GRAPH: 2}
         assert rig.state.graphs.stats.eager == eager
 
-    def test_after_sleep_no_start_is_trusted(self, rig):
-        rig.state._trust_replay_starts = False
-        rig.state._zero_replay_starts = 0
-        for _ in range(2):
-            rig.state._replay_start.fill_(500)
-            rig.check_step(FULL)
-        assert rig.state.graphs.stats.served == {Way.IN_GRAPH: 2}
-
-    @pytest.mark.parametrize("trusted", [True, False])
-    def test_requests_that_never_replay_have_no_start(self, make_small_rig, trusted):
-        """Then nothing is uploaded: what sleep left in the buffer must not count."""
-        rig = make_small_rig(bounded_replay=False)
-        rig.record()
-        rig.state._trust_replay_starts = trusted
-        if not trusted:
-            rig.state._zero_replay_starts = 0
-            rig.state._replay_start.fill_(500)
-        rig.check_step(FULL)
-        assert rig.state.graphs.stats.served == {Way.IN_GRAPH: 1}
-
     @pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE])
     def test_other_steps_get_fresh_metadata(self, rig, mode):
         in_graph = rig.build(rig.fill(FULL))

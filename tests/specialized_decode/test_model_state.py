@@ -126,13 +126,15 @@ def test_other_builders_than_the_recorded_ones_are_stale(rig):
     assert rig.state.graphs.stats.eager == {Eager.STALE: 1}
 
 
-def test_a_new_kv_cache_drops_the_recordings(rig, monkeypatch):
+def new_kv_cache(rig, monkeypatch):
     monkeypatch.setattr(
-        model_state.DeepseekV41ModelState,
-        "initialize_kv_cache",
-        lambda *_: None,
+        model_state.DeepseekV41ModelState, "initialize_kv_cache", lambda *_: None
     )
     rig.state.initialize_kv_cache(rig.kv_cache_config, rig.block_tables)
+
+
+def test_a_new_kv_cache_drops_the_recordings(rig, monkeypatch):
+    new_kv_cache(rig, monkeypatch)
     assert len(rig.state.graphs) == 0
     rig.build(rig.fill(STEP))
     assert rig.state.graphs.stats.missed == 1
@@ -295,13 +297,21 @@ class TestReplayStarts:
         rig.build(rig.fill(Step((200,) * 8, 8, 1)))
         assert (rig.state._replay_start == 0).all()
 
-    def test_sleep_mode_trusts_no_row(self, rig, monkeypatch):
-        calls = self.uploads(rig, monkeypatch)
-        rig.state._trust_replay_starts = False
-        rig.state._zero_replay_starts = 0
-        for _ in range(3):
-            rig.build(rig.fill(STEP))
-        assert len(calls) == 3
+    @pytest.mark.parametrize("way", [Serving.UPSTREAM, Serving.IN_GRAPH])
+    @pytest.mark.parametrize("bounded_replay", [True, False])
+    def test_what_sleep_may_discard_is_not_read(
+        self, make_rig, monkeypatch, way, bounded_replay
+    ):
+        """Of what the model state made with the weights anything may come back."""
+        rig = make_rig(Architecture.SM90, 1, way, bounded_replay=bounded_replay)
+        rig.keep_graphs(2)
+        made_with_weights = rig.state._replay_start
+        new_kv_cache(rig, monkeypatch)
+        rig.record()
+        made_with_weights.fill_(500)
+        for _ in range(2):
+            rig.check_step(Step((600, 520), 2, 1))
+        assert rig.state.graphs.stats.served.total() == 2
 
 
 def test_forked_and_serial_recordings_agree(make_rig, monkeypatch):

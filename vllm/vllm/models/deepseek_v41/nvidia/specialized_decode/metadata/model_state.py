@@ -106,12 +106,8 @@ class DeepseekV41DeviceMetadataModelState(DeepseekV41ModelState):
         self._recording: GraphKey | None = None
         # Whose buffers the recorded builds read and write.
         self._recorded_owners: tuple[int, ...] | None = None
-        # Waking up from sleep may leave other values in _replay_start.
-        self._trust_replay_starts = not vllm_config.model_config.enable_sleep_mode
         # Leading rows of _replay_start known to hold zeros, as all do when made.
-        self._zero_replay_starts = (
-            self._replay_start.shape[0] if self._trust_replay_starts else 0
-        )
+        self._zero_replay_starts = self._replay_start.shape[0]
         self._plan_sharing: PlanSharing | None = None
         if is_global_first_rank():
             atexit.register(_log_stats, weakref.ref(self))
@@ -121,6 +117,10 @@ class DeepseekV41DeviceMetadataModelState(DeepseekV41ModelState):
     ) -> None:
         super().initialize_kv_cache(kv_cache_config, block_tables)
         self.release_metadata_graphs()
+        # Made with the weights, the first one may come back from sleep with anything
+        # in it; what is made here is kept at every level of sleep.
+        self._replay_start = torch.zeros_like(self._replay_start)
+        self._zero_replay_starts = self._replay_start.shape[0]
 
     def release_metadata_graphs(self) -> None:
         """Drop the recordings, with the memory and the builders they keep alive."""
@@ -271,9 +271,6 @@ class DeepseekV41DeviceMetadataModelState(DeepseekV41ModelState):
                 if time.monotonic() >= stats.line_due:
                     self._log_stats()
                 return attn_metadata
-        if not self._trust_replay_starts and self._replays_nothing():
-            # Nothing is uploaded then.
-            self._replay_start.zero_()
         return super().prepare_attn(input_batch, cudagraph_mode, *args, **kwargs)
 
     def _build_attn_metadata(
@@ -384,17 +381,8 @@ class DeepseekV41DeviceMetadataModelState(DeepseekV41ModelState):
         replays = bool(values.any())
         if replays or num_reqs > self._zero_replay_starts:
             super()._upload_replay_start(values, num_reqs)
-            if self._trust_replay_starts:
-                self._zero_replay_starts = 0 if replays else num_reqs
+            self._zero_replay_starts = 0 if replays else num_reqs
         return self._replay_start[:num_reqs]
-
-    def _replays_nothing(self) -> bool:
-        """Whether no request ever has a replay start."""
-        return (
-            self._replay is not None
-            and not self._replay[0]
-            and self.decoder_replay_layers is None
-        )
 
     def _log_stats(self) -> None:
         line = self.graphs.stats.due_line()
