@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from proxy_model import engine as proxy_engine
 
-from . import trace
+from . import ported, trace
 from .records import Record, percentile
 from .switch import Switch, prompts
 
@@ -139,7 +139,7 @@ def _install(switch: Switch) -> None:
     switch.install(
         ours.DeepseekV41DeviceMetadataModelState,
         DeepseekV41ModelState,
-        ours.decode_batch,
+        ported.decode_batch,
     )
     switch.install_forwards(ModelCudaGraphManager, CUDAGraphMode.FULL)
 

@@ -99,13 +99,13 @@ class Switch:
         """Patch the model state's class ``ours``, a subclass of ``stock``; call
         before the engine is made. ``decode_batch(key, input_buffers,
         max_model_len)`` makes a dummy step of a graph key."""
-        record = ours._record
+        record = ours.record_metadata_graphs
         release = ours.release_metadata_graphs
         prepare = ours.prepare_attn
         build = ours._build_attn_metadata
         upload = ours._upload_replay_start
 
-        def _record(state: Any, *where: Any) -> Any:
+        def record_metadata_graphs(state: Any, *where: Any) -> Any:
             report = record(state, *where)
             self.recordings[self.paths[-1]] = Recordings(
                 report.served.total(), report.seconds, report.mib
@@ -172,7 +172,7 @@ class Switch:
             return upload(state, values, num_reqs)
 
         for method in (
-            _record,
+            record_metadata_graphs,
             release_metadata_graphs,
             prepare_attn,
             _build_attn_metadata,

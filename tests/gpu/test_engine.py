@@ -193,7 +193,7 @@ def serve(real, monkeypatch):
         monkeypatch.setattr(real.state, "metadata_graphs", setting)
         monkeypatch.setattr(real.state.in_graph, "captured", dict)
         if way == "upstream":
-            monkeypatch.setattr(real.state.fused_builds, "prove", lambda *_: None)
+            monkeypatch.setattr(real.state.proven_builds, "prove", lambda *_: None)
         real.record()
 
     yield switch

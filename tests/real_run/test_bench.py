@@ -293,7 +293,7 @@ class StockState:
 class RecordedState(StockState):
     """The model state's surface that the switch takes hold of."""
 
-    def _record(self, *where):
+    def record_metadata_graphs(self, *where):
         return SimpleNamespace(served=Counter(replay=7), seconds=0.5, mib=3.0)
 
     def release_metadata_graphs(self):
@@ -398,7 +398,7 @@ def test_stock_uploads_its_zeros(switched):
 
 def test_recordings_are_reported(switched):
     switch, state = switched
-    assert state._record().served.total() == 7
+    assert state.record_metadata_graphs().served.total() == 7
     report = switch.recordings["replay"]
     assert (report.count, report.seconds, report.mib) == (7, 0.5, 3.0)
 

@@ -43,7 +43,7 @@ def make_rig(monkeypatch, cuda_graphs):
         pretend_architecture(architecture, monkeypatch)
         rig = Rig(architecture, query_len, way, **options)
         if way == Serving.UPSTREAM:
-            monkeypatch.setattr(rig.state.fused_builds, "prove", lambda *_: None)
+            monkeypatch.setattr(rig.state.proven_builds, "prove", lambda *_: None)
         cuda_graphs.device_storages = rig.device_storages
         return rig
 

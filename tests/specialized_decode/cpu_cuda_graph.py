@@ -129,10 +129,8 @@ class CpuCudaGraphs:
 
     def install(self, monkeypatch) -> None:
         from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata import (
+            forked_build,
             graph_capture,
-        )
-        from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime import (
-            metadata_graphs,
         )
 
         run_grid = GridExecutor.__call__
@@ -154,7 +152,7 @@ class CpuCudaGraphs:
             def get_global_graph_pool(self):
                 return None
 
-        platform = metadata_graphs.current_platform
+        platform = graph_capture.current_platform
         stream = CpuStream()
         monkeypatch.setattr(GridExecutor, "__call__", launch)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", CpuCudaGraph)
@@ -170,9 +168,9 @@ class CpuCudaGraphs:
         monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
         monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda _: None)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-        for module in (graph_capture, metadata_graphs):
+        for module in (graph_capture, forked_build):
             monkeypatch.setattr(module, "current_stream", lambda: stream)
         monkeypatch.setattr(
-            metadata_graphs, "capture_pool", lambda *_: contextlib.nullcontext(None)
+            graph_capture, "capture_pool", lambda *_: contextlib.nullcontext(None)
         )
-        monkeypatch.setattr(metadata_graphs, "current_platform", Platform())
+        monkeypatch.setattr(graph_capture, "current_platform", Platform())

@@ -39,7 +39,7 @@ from vllm.config import (
 from vllm.models.deepseek_v41 import compressor, sparse_mla
 from vllm.models.deepseek_v41.nvidia import flashinfer_sparse, flashmla
 from vllm.models.deepseek_v41.nvidia.model_state import DeepseekV41ModelState
-from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata import recordable
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata import holders
 from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.model_state import (
     DeepseekV41DeviceMetadataModelState,
 )
@@ -272,7 +272,7 @@ def pretend_architecture(architecture: Architecture, monkeypatch) -> None:
         sparse_swa, "get_mla_metadata", flash_mla_interface.get_mla_metadata
     )
     monkeypatch.setattr(
-        recordable, "FlashMLASchedMeta", flash_mla_interface.FlashMLASchedMeta
+        holders, "FlashMLASchedMeta", flash_mla_interface.FlashMLASchedMeta
     )
     # Pinned memory needs an accelerator.
     monkeypatch.setattr(buffer_utils, "is_uva_available", lambda: False)
@@ -295,6 +295,10 @@ class FakeBlockTables:
     def get_dummy_slot_mappings(self, num_tokens: int) -> torch.Tensor:
         self.slot_mappings.fill_(-1)
         return self.slot_mappings[:, :num_tokens]
+
+    @property
+    def input_block_tables(self) -> list[torch.Tensor]:
+        return self.tables
 
 
 class Rig:
@@ -327,7 +331,7 @@ class Rig:
                 for cls in (DeepseekV41DeviceMetadataModelState, DeepseekV41ModelState)
             )
         self.block_tables = FakeBlockTables([64, 64, 64, 1])
-        self.state.full_graphs = [
+        self.full_graphs = [
             BatchExecutionDescriptor(
                 cg_mode=CUDAGraphMode.FULL,
                 num_tokens=reqs * query_len,
@@ -429,27 +433,43 @@ class Rig:
 
     def keep_graphs(self, *num_reqs: int) -> None:
         """Of the FULL graphs, capture those of so many requests alone."""
-        self.state.full_graphs = [
-            graph for graph in self.state.full_graphs if graph.num_reqs in num_reqs
+        self.full_graphs = [
+            graph for graph in self.full_graphs if graph.num_reqs in num_reqs
         ]
 
     def record(self) -> None:
         """Capture as the runner does: the forward graphs, then what is inner."""
         with set_current_vllm_config(self.config):
-            if self.way == Serving.IN_GRAPH:
-                for graph in self.state.full_graphs:
+            for graph in self.full_graphs:
+                if self.way == Serving.IN_GRAPH:
                     self.capture_forward(graph)
-            self.state.capture_inner_cudagraphs(
-                self.buffers, self.block_tables, self.attn_groups, self.kv_cache_config
-            )
+                else:
+                    self.build_in_graph(graph, {})
+        self.capture_inner()
+
+    def capture_inner(self) -> None:
+        """What the runner does after it has captured the forward graphs."""
+        with set_current_vllm_config(self.config):
+            self.state.capture_inner_cudagraphs(*self.where)
+
+    @property
+    def where(self) -> tuple:
+        return self.buffers, self.block_tables, self.attn_groups, self.kv_cache_config
+
+    def build_in_graph(
+        self, graph: BatchExecutionDescriptor, attn_metadata: dict
+    ) -> None:
+        """As the runner calls it in the forward of ``graph``."""
+        with set_current_vllm_config(self.config):
+            self.state.build_in_graph(graph, attn_metadata, *self.where)
 
     def capture_forward(self, graph: BatchExecutionDescriptor) -> None:
         """Warm up the head of the forward of ``graph``, and capture it."""
-        self.state.build_in_graph(graph, self.for_capture(graph.num_reqs))
+        self.build_in_graph(graph, self.for_capture(graph.num_reqs))
         attn_metadata = self.for_capture(graph.num_reqs)
         cuda_graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(cuda_graph):
-            self.state.build_in_graph(graph, attn_metadata)
+            self.build_in_graph(graph, attn_metadata)
         self.forward_graphs[graph.num_reqs] = cuda_graph
 
     def for_capture(self, num_reqs: int) -> dict:

@@ -11,21 +11,22 @@ import pytest
 import torch
 from decode_steps import Step, assert_same_for_forward, clones
 from rig import MAX_MODEL_LEN, Architecture, Serving
-from vllm.config import CUDAGraphMode, set_current_vllm_config
+from vllm.config import set_current_vllm_config
 from vllm.models.deepseek_v41.compressor import CompressorMetadataBuilder
-from vllm.models.deepseek_v41.nvidia.flashmla import (
-    DeepseekSparseSWAFlashMLAMetadataBuilder,
-)
 from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata import (
     fused_build,
     jobs,
     proven_builds,
 )
-from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.eligibility import (
-    Eager,
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.fused_build import (
+    FusedBuild,
 )
 from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.kernel import (
     Kind,
+)
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.key import (
+    Eager,
+    GraphKey,
 )
 from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.proof import (
     difference_from_upstream,
@@ -35,7 +36,6 @@ from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.tensors import 
     tensors,
 )
 from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerMetadataBuilder
-from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 STEP = Step((1025,), 2, 1)
 
@@ -55,13 +55,10 @@ def make_small_rig(make_rig):
 def offered(rig, num_reqs=2):
     """The fused build that a forward graph of so many requests would begin with,
     and upstream's."""
-    offers = []
-    rig.state.in_graph.head = lambda *offer: offers.append(offer)
-    graph = BatchExecutionDescriptor(
-        CUDAGraphMode.FULL, num_reqs * rig.query_len, num_reqs, rig.query_len
-    )
-    rig.state.build_in_graph(graph, rig.for_capture(num_reqs))
-    [(build, build_upstream)] = offers
+    builds = rig.state._builds(*rig.where)
+    key = GraphKey.padded(num_reqs, num_reqs * rig.query_len)
+    build = builds.fused(key, rig.for_capture(num_reqs))
+    build_upstream = builds.by_upstream(key)
 
     def in_config(attn_groups):
         with set_current_vllm_config(rig.config):
@@ -177,14 +174,10 @@ def test_the_check_sees_every_wrong_schedule(make_small_rig, query_len):
             assert path is not None and path.endswith("schedule_metadata"), field
 
 
-SERVED = {
-    Serving.IN_GRAPH: Way.IN_GRAPH,
-    Serving.REPLAY: Way.REPLAY,
-    Serving.LAUNCH: Way.LAUNCH,
-}
+FUSED = [Serving.IN_GRAPH, Serving.REPLAY, Serving.LAUNCH]
 
 
-@pytest.mark.parametrize("way", SERVED)
+@pytest.mark.parametrize("way", FUSED)
 @pytest.mark.parametrize("query_len", [1, 3, 4])
 def test_an_unexpected_schedule_stays_deepgemms(
     make_small_rig, monkeypatch, log, way, query_len
@@ -193,7 +186,7 @@ def test_an_unexpected_schedule_stays_deepgemms(
     monkeypatch.setattr(jobs, "_SM90_UNIT", 128)
     rig = make_small_rig(way, query_len=query_len)
     rig.record()
-    served = SERVED[way]
+    served = Way(way.value)
     assert rig.state.graphs.served() == {served: 1}
     [line] = log.lines
     assert re.search(r"DeepGEMM makes the schedule .*\.schedule_metadata\.", line)
@@ -206,12 +199,11 @@ def test_a_warm_up_runs_the_build_that_was_proven(make_small_rig, monkeypatch):
     monkeypatch.setattr(jobs, "_SM90_UNIT", 128)
     rig = make_small_rig(Serving.IN_GRAPH)
     build, build_upstream = offered(rig)
-    del rig.state.in_graph.head
     rig.fill(Step((1025, 300), 2, 1))
     build_upstream(build.attn_groups)
     outs = [schedule.out for schedule in build._schedules]
     want = [out.clone() for out in outs]
-    rig.state.in_graph.head(build, build_upstream)
+    rig.state.in_graph.warm_up(build, build_upstream, MAX_MODEL_LEN)
     for out, value in zip(outs, want, strict=True):
         assert torch.equal(out, value)
 
@@ -259,10 +251,10 @@ class Log(logging.Handler):
 @pytest.fixture
 def log():
     log = Log()
-    for module in (proven_builds, jobs):
+    for module in (proven_builds, fused_build):
         module.logger.addHandler(log)
     yield log
-    for module in (proven_builds, jobs):
+    for module in (proven_builds, fused_build):
         module.logger.removeHandler(log)
 
 
@@ -282,7 +274,7 @@ def failing(monkeypatch):
 WRONG = {"['ring'].slot_mapping": differing, "nothing": failing}
 
 
-@pytest.mark.parametrize("way", [Serving.IN_GRAPH, Serving.REPLAY, Serving.LAUNCH])
+@pytest.mark.parametrize("way", FUSED)
 @pytest.mark.parametrize("path", WRONG)
 def test_a_wrong_fused_build_is_not_used(make_small_rig, monkeypatch, log, path, way):
     WRONG[path](monkeypatch)
@@ -301,104 +293,119 @@ def test_a_wrong_fused_build_is_not_used(make_small_rig, monkeypatch, log, path,
         assert not any(graph.calls for graph in rig.forward_graphs.values())
 
 
-LEFT = {
-    "unknown": lambda monkeypatch, kind: monkeypatch.delitem(jobs._JOBS, kind),
-    "failing": lambda monkeypatch, kind: monkeypatch.setitem(jobs._JOBS, kind, explode),
+NOT_FUSED = {
+    # Another version of the builder may lack what its jobs follow from.
+    "jobs": lambda monkeypatch, kind: monkeypatch.setitem(jobs._JOBS, kind, explode),
+    "schedule": lambda monkeypatch, kind: monkeypatch.setattr(
+        jobs.Schedule, "of", explode
+    ),
 }
 
 
-def test_an_indexer_without_a_schedule_to_be_found_is_built_by_upstream(
-    make_small_rig, monkeypatch
+@pytest.mark.parametrize("why", NOT_FUSED)
+@pytest.mark.parametrize("way", FUSED)
+def test_what_cannot_be_fused_is_built_by_upstream(
+    make_small_rig, monkeypatch, log, way, why
 ):
-    monkeypatch.setattr(jobs.Schedule, "of", explode)
-    rig = make_small_rig(Serving.IN_GRAPH)
-    build, _ = offered(rig)
-    left = [group.layer_names for groups in build.left for group in groups]
-    assert left == [["full.indexer"], ["half.indexer"]]
-    del rig.state.in_graph.head
-    rig.record()
-    assert rig.state.graphs.served() == {Way.REPLAY: 1}
-    rig.check_step(STEP)
-
-
-@pytest.mark.parametrize("why", LEFT)
-@pytest.mark.parametrize(
-    "builder",
-    [
-        CompressorMetadataBuilder,
-        DeepseekV32IndexerMetadataBuilder,
-        # The first one, which makes the token-to-request map of all.
-        DeepseekSparseSWAFlashMLAMetadataBuilder,
-    ],
-)
-@pytest.mark.parametrize("way", [Serving.IN_GRAPH, Serving.LAUNCH])
-def test_a_group_of_another_builder_is_built_by_it(
-    make_small_rig, monkeypatch, way, builder, why
-):
-    LEFT[why](monkeypatch, builder)
+    NOT_FUSED[why](monkeypatch, DeepseekV32IndexerMetadataBuilder)
     rig = make_small_rig(way)
+    assert offered(rig)[0] is None
     rig.record()
     rig.check_step(STEP)
-    if way == Serving.LAUNCH:
-        assert not rig.state.graphs.served()
-        return
-    assert rig.state.graphs.stats.served == {Way.REPLAY: 1}
+    served = {} if way == Serving.LAUNCH else {Way.REPLAY: 1}
+    assert rig.state.graphs.served() == rig.state.graphs.stats.served == served
     assert not any(graph.calls for graph in rig.forward_graphs.values())
 
 
-def test_only_the_groups_of_an_unknown_builder_are_left(make_small_rig, monkeypatch):
-    LEFT["unknown"](monkeypatch, CompressorMetadataBuilder)
-    build, _ = offered(make_small_rig(Serving.IN_GRAPH))
-    names = [group.layer_names for groups in build.left for group in groups]
-    assert names == [["ring"]]
-    assert Kind.RING_SLOT not in {job.kind for job in build._jobs}
-    assert len(build._jobs) > 8
+def test_the_log_names_what_cannot_be_fused(make_small_rig, monkeypatch):
+    lines = []
+    monkeypatch.setattr(
+        fused_build.logger,
+        "warning_once",
+        lambda text, *args: lines.append(text % args),
+    )
+    NOT_FUSED["jobs"](monkeypatch, CompressorMetadataBuilder)
+    rig = make_small_rig(Serving.LAUNCH)
+    offered(rig)
+    monkeypatch.delitem(jobs._JOBS, CompressorMetadataBuilder)
+    offered(rig)
+    assert [line.partition("build: ")[2] for line in lines] == [
+        "CompressorMetadataBuilder: RuntimeError('on purpose').",
+        "CompressorMetadataBuilder is unknown.",
+    ]
 
 
-def test_a_left_group_that_builds_into_new_memory_is_refused(
-    make_small_rig, monkeypatch, log
-):
+@pytest.mark.parametrize("way", FUSED)
+def test_an_unknown_builder_serves_every_step(make_small_rig, monkeypatch, way):
+    monkeypatch.delitem(jobs._JOBS, CompressorMetadataBuilder)
+    rig = make_small_rig(way)
+    rig.record()
+    rig.check_step(STEP)
+    assert not rig.state.graphs.served()
+    assert rig.state.graphs.stats.eager[Eager.UNKNOWN_BUILDER] == 1
+
+
+@pytest.mark.parametrize("way", FUSED)
+def test_a_builder_that_builds_into_new_memory_is_refused(make_small_rig, way, log):
     """Nothing would refresh what the forward graphs read."""
-    LEFT["unknown"](monkeypatch, CompressorMetadataBuilder)
-    rig = make_small_rig(Serving.REPLAY)
+    rig = make_small_rig(way)
     builder = rig.attn_groups[-1][0].get_metadata_builder()
     build = builder.build
 
-    def reallocating_build(prefix_len, common, **kwargs):
-        metadata = build(prefix_len, common, **kwargs)
+    def reallocating_build(*args, **kwargs):
+        metadata = build(*args, **kwargs)
         return replace(metadata, slot_mapping=metadata.slot_mapping.clone())
 
-    monkeypatch.setattr(builder, "build", reallocating_build)
+    builder.build = reallocating_build
     rig.record()
     assert "differs from upstream's in ['ring'].slot_mapping" in log.lines[0]
     assert not rig.state.graphs.served()
 
 
-def test_a_clamp_after_a_reader_of_its_table_is_left(make_small_rig):
+def test_a_clamp_after_a_reader_of_its_table_is_not_fused(make_small_rig):
     """In one launch the two would race: the reader is to see negative blocks."""
     rig = make_small_rig(Serving.IN_GRAPH, Architecture.SM100)
     for groups in rig.attn_groups[1:3]:
         groups.reverse()
-    build, build_upstream = offered(rig)
-    left = [group.layer_names for groups in build.left for group in groups]
-    assert left == [["half.mla"]]
-    assert difference_from_upstream(build, build_upstream, MAX_MODEL_LEN) is None
-    del rig.state.in_graph.head
+    assert offered(rig)[0] is None
     rig.record()
     assert rig.state.graphs.served() == {Way.REPLAY: 1}
     rig.check_step(STEP)
+
+
+@pytest.mark.parametrize("narrow", [True, False])
+def test_the_proof_stays_within_the_tables(make_small_rig, monkeypatch, narrow):
+    """The runner may shorten the longest length after the model state was made."""
+    rig = make_small_rig(Serving.IN_GRAPH)
+    if narrow:
+        rig.block_tables = type(rig.block_tables)([16, 16, 16, 1])
+    else:
+        monkeypatch.setattr(rig.config.model_config, "max_model_len", 2048)
+    longest = []
+    launch = FusedBuild.launch
+
+    def noted(build):
+        if not torch.cuda.is_current_stream_capturing():
+            longest.append(int(build.inputs.seq_lens.max()))
+        launch(build)
+
+    monkeypatch.setattr(FusedBuild, "launch", noted)
+    rig.record()
+    assert 128 < max(longest) <= 2048
+    assert rig.state.graphs.served() == {Way.IN_GRAPH: 1}
 
 
 def test_other_inputs_need_another_build(make_small_rig):
     """A proven build reads the inputs it was made of."""
     rig = make_small_rig(Serving.IN_GRAPH)
     build, build_upstream = offered(rig)
-    assert rig.state.fused_builds.prove(build, build_upstream) is build
-    assert rig.state.fused_builds.proven(replace(build)) is build
+    proven = rig.state.proven_builds
+    assert proven.prove(build, build_upstream, MAX_MODEL_LEN) is build
+    assert proven.known(replace(build)) is build
     for name in ("query_start_loc", "seq_lens", "positions", "replay_start"):
         moved = getattr(build.inputs, name).clone()
         other = replace(build, inputs=build.inputs._replace(**{name: moved}))
-        assert rig.state.fused_builds.proven(other) is None, name
+        assert proven.known(other) is None, name
 
 
 def uneven(rig, seq_lens, query_lens):

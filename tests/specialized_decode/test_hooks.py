@@ -18,21 +18,18 @@ from vllm.models.deepseek_v41.nvidia.specialized_decode.deployment import (
 from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.model_state import (
     DeepseekV41DeviceMetadataModelState,
 )
-from vllm.v1.worker.gpu import cudagraph_utils, model_runner
+from vllm.v1.worker.gpu import cudagraph_utils
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 
 class ModelState:
     supports_mm_inputs = False
-    full_graphs = None
 
     def __init__(self) -> None:
         self.calls = []
 
     def release_metadata_graphs(self):
         self.calls.append("release")
-
-    def capture_inner_cudagraphs(self, *_):
-        self.calls.append(("capture", list(self.full_graphs)))
 
 
 @pytest.mark.parametrize(
@@ -69,11 +66,11 @@ def test_the_end_of_memory_profiling_releases_its_recordings(monkeypatch):
     assert state.calls == ["release"]
 
 
-def test_a_model_state_without_recordings_is_left_alone(monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
-    state = SimpleNamespace(supports_mm_inputs=False)
-    cudagraph_utils._teardown_profiling_state(profiled_runner(state))
+def test_other_model_states_ignore_the_hooks():
+    """Upstream's own calls them too, whatever the model."""
+    state = object.__new__(DefaultModelState)
+    state.release_metadata_graphs()
+    state.build_in_graph(None, {}, None, None, [], None)
 
 
 def test_elastic_scaling_releases_the_recordings_with_the_graphs(monkeypatch):
@@ -92,38 +89,6 @@ def test_elastic_scaling_releases_the_recordings_with_the_graphs(monkeypatch):
     executor = SimpleNamespace(worker=worker)
     elastic_execute.ElasticEPScalingExecutor._release_cuda_graphs(executor)
     assert state.calls == ["release"] and released == [1]
-
-
-def test_the_model_state_learns_the_full_graphs(monkeypatch):
-    """Of dynamic speculative decoding too, whose shapes no configuration tells."""
-    state = ModelState()
-    manager = SimpleNamespace(
-        needs_capture=lambda: True,
-        capture=lambda *_, **__: None,
-        _capture_descs={CUDAGraphMode.FULL: ["graph"]},
-    )
-    runner = SimpleNamespace(
-        cudagraph_manager=manager,
-        model_state=state,
-        lora_config=None,
-        maybe_setup_dummy_loras=lambda _: contextlib.nullcontext(),
-        input_buffers=None,
-        pcp_manager=None,
-        model=None,
-        intermediate_tensors=None,
-        block_tables=None,
-        attn_groups=None,
-        kv_cache_config=None,
-        use_aux_hidden_state_outputs=False,
-        speculator=None,
-        adaptive_verification=None,
-        kv_connector=SimpleNamespace(reset_capture_state=lambda: None),
-    )
-    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (0, 0))
-    monkeypatch.setattr(model_runner, "create_lora_capture_hook", lambda *_: None)
-    model_runner.GPUModelRunner.capture_model(runner, profile_only=True)
-    assert state.calls == [("capture", ["graph"])]
 
 
 @pytest.mark.parametrize(
@@ -163,8 +128,8 @@ def test_a_full_forward_begins_with_its_metadata_build(monkeypatch, mode):
     prepared = iter([{"first": 1}, {"second": 2}])
 
     class InGraphModelState(ModelState):
-        def build_in_graph(self, graph, attn_metadata):
-            calls.append((graph, dict(attn_metadata)))
+        def build_in_graph(self, graph, attn_metadata, *where):
+            calls.append((graph, dict(attn_metadata), where))
 
         def prepare_dummy_inputs(self, *_):
             return {}
@@ -208,12 +173,15 @@ def test_a_full_forward_begins_with_its_metadata_build(monkeypatch, mode):
     buffers = SimpleNamespace(
         input_ids=torch.zeros(1), positions=torch.zeros(1), is_padding=torch.zeros(1)
     )
-    manager.capture(model, InGraphModelState(), buffers, None, None, [], None)
+    manager.capture(
+        model, InGraphModelState(), buffers, None, "tables", ["groups"], "config"
+    )
     if mode == CUDAGraphMode.FULL:
+        where = buffers, "tables", ["groups"], "config"
         assert calls == [
-            (graph, {"first": 1}),
+            (graph, {"first": 1}, where),
             "forward",
-            (graph, {"second": 2}),
+            (graph, {"second": 2}, where),
             "forward",
         ]
     else:

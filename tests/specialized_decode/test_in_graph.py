@@ -14,14 +14,14 @@ from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata import (
     model_state,
 )
-from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.eligibility import (
-    Eager,
-)
 from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.flashmla_plan import (
     PLANS,
 )
-from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.recordable import (
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.holders import (
     OneStepHolders,
+)
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.key import (
+    Eager,
 )
 from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.stats import Way
 from vllm.third_party.flashmla.flash_mla_interface import flash_mla_with_kvcache
@@ -94,7 +94,7 @@ class TestWhatIsCaptured:
 
     def capture(self, rig, *graphs):
         """The forwards of ``graphs`` in order, as the runner captures them."""
-        rig.state.full_graphs = list(graphs)
+        rig.full_graphs = list(graphs)
         rig.record()
 
     def graph(self, **options):
@@ -110,23 +110,20 @@ class TestWhatIsCaptured:
         serves its shape."""
         forward_graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(forward_graph):
-            rig.state.build_in_graph(graph, attn_metadata)
+            rig.build_in_graph(graph, attn_metadata)
         assert not forward_graph.calls
-        rig.way = Serving.REPLAY  # The forwards are captured.
-        rig.record()
+        rig.capture_inner()
         self.check_served(rig, Way.REPLAY)
 
     def test_all_lora_variants_hold_it(self, make_small_rig):
         rig = make_small_rig()
         variants = [self.graph(num_active_loras=loras) for loras in (2, 1, 0)]
-        rig.state.full_graphs = variants
+        rig.full_graphs = variants
         captured = []
-        with set_current_vllm_config(rig.config):
-            for variant in variants:
-                rig.capture_forward(variant)
-                captured.append(rig.forward_graphs[2])
-        rig.way = Serving.REPLAY  # The forwards are captured.
-        rig.record()
+        for variant in variants:
+            rig.capture_forward(variant)
+            captured.append(rig.forward_graphs[2])
+        rig.capture_inner()
         for forward_graph in captured:
             rig.forward_graphs[2] = forward_graph
             rig.check_step(STEP)
@@ -144,19 +141,23 @@ class TestWhatIsCaptured:
             with monkeypatch.context() as patch:
                 if next(order) == unproven:
                     # Nothing a variant before it proved holds for its metadata.
-                    patch.setattr(rig.state.fused_builds, "proven", lambda _: None)
-                    patch.setattr(rig.state.fused_builds, "prove", lambda *_: None)
+                    patch.setattr(rig.state.proven_builds, "known", lambda _: None)
+                    patch.setattr(rig.state.proven_builds, "prove", lambda *_: None)
                 capture(graph)
 
         monkeypatch.setattr(rig, "capture_forward", capture_forward)
         self.capture(rig, self.graph(num_active_loras=1), self.graph())
         self.check_served(rig, Way.REPLAY)
 
-    @pytest.mark.parametrize("first", [True, False])
-    def test_a_micro_batched_graph_leaves_its_shape_out(self, make_small_rig, first):
+    def test_a_recording_has_metadata_that_no_forward_was_given(self, make_small_rig):
+        """The warm-up's is proven with the build, and its plans are of that forward."""
         rig = make_small_rig()
-        graphs = [self.graph(num_ubatches=2), self.graph()]
-        self.capture(rig, *(graphs if first else graphs[::-1]))
+        [graph] = rig.full_graphs
+        warmed_up = rig.for_capture(2)
+        rig.build_in_graph(graph, warmed_up)
+        warmed_up["window"].tile_sched_swaonly.have_initialized = True
+        rig.build_in_graph(self.graph(uniform_token_count=None), {})
+        rig.capture_inner()
         self.check_served(rig, Way.REPLAY)
 
     @pytest.mark.parametrize("max_query_len", [None, 1])
@@ -169,39 +170,29 @@ class TestWhatIsCaptured:
         assert not rig.forward_graphs[2].calls
         assert not rig.state.graphs.served()
 
-    def test_other_metadata_than_the_last_built(self, make_small_rig):
-        """Nothing is known of how it was built."""
-        rig = make_small_rig()
-        [graph] = rig.state.full_graphs
-        with set_current_vllm_config(rig.config):
-            rig.state.build_in_graph(graph, rig.for_capture(2))
-            self.check_left_out(rig, graph, dict(rig.for_capture(2)))
-
     @pytest.mark.parametrize("moved", ["tables", "slot_mappings"])
     def test_metadata_that_moved_after_the_warm_up(self, make_small_rig, moved):
         """The warm-up proved a build of other buffers."""
         rig = make_small_rig()
-        [graph] = rig.state.full_graphs
+        [graph] = rig.full_graphs
         blocks = rig.block_tables
-        with set_current_vllm_config(rig.config):
-            rig.state.build_in_graph(graph, rig.for_capture(2))
-            if moved == "tables":
-                blocks.tables = [table.clone() for table in blocks.tables]
-            else:
-                blocks.slot_mappings = blocks.slot_mappings.clone()
-            self.check_left_out(rig, graph, rig.for_capture(2))
+        rig.build_in_graph(graph, rig.for_capture(2))
+        if moved == "tables":
+            blocks.tables = [table.clone() for table in blocks.tables]
+        else:
+            blocks.slot_mappings = blocks.slot_mappings.clone()
+        self.check_left_out(rig, graph, rig.for_capture(2))
 
     def test_a_graph_outlives_the_build_of_another_variant(self, make_small_rig):
         """A graph reads its table of jobs at every replay, so no later variant of the
         shape may free it."""
         rig = make_small_rig()
         graph = self.graph()
-        with set_current_vllm_config(rig.config):
-            rig.capture_forward(graph)
-            [table] = tables_of_jobs(rig)
-            blocks = rig.block_tables
-            blocks.slot_mappings = blocks.slot_mappings.clone()
-            rig.capture_forward(self.graph(num_active_loras=1))
+        rig.capture_forward(graph)
+        [table] = tables_of_jobs(rig)
+        blocks = rig.block_tables
+        blocks.slot_mappings = blocks.slot_mappings.clone()
+        rig.capture_forward(self.graph(num_active_loras=1))
         assert table in tables_of_jobs(rig) and len(tables_of_jobs(rig)) == 2
 
     def test_only_auto_builds_in_the_graphs(self, make_rig):
@@ -268,8 +259,7 @@ class TestCapturingAgain:
 
     def test_a_shape_left_out_later_is_no_longer_served_in_the_graph(self, rig):
         """Also without a release in between."""
-        graph = replace(rig.state.full_graphs[0], num_ubatches=2)
-        rig.state.full_graphs.append(graph)
+        rig.full_graphs.append(replace(rig.full_graphs[0], uniform_token_count=None))
         rig.record()
         assert rig.state.graphs.served() == {Way.REPLAY: 1}
         rig.check_step(STEP)
@@ -300,7 +290,7 @@ class TestSteps:
         """Below it there is no window."""
         rig.check_batch(lambda: self.prefilling(rig, start), FULL)
         served = rig.state.graphs.stats
-        assert served.served == {Way.IN_GRAPH: 1} and not served.eager[Eager.PREFILL]
+        assert served.served == {Way.IN_GRAPH: 1} and not served.eager[Eager.UNEVEN]
         view = rig.forward_view(2)
         rig.run_batch(self.prefilling(rig, start))
         [lens] = [view[path] for path in view if path.endswith("decode_swa_lens")]
@@ -338,11 +328,12 @@ class TestSteps:
     @pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE])
     def test_other_steps_get_fresh_metadata(self, rig, mode):
         in_graph = rig.build(rig.fill(FULL))
+        captured = rig.state.graphs.stats.eager[Eager.NOT_FULL]
         batches = [rig.build(rig.fill(FULL), mode) for _ in range(2)]
         plans = {id(batch["window"].tile_sched_swaonly) for batch in batches}
         assert len(plans) == 2 and id(None) not in plans
         assert all(batch["window"] is not in_graph["window"] for batch in batches)
-        assert rig.state.graphs.stats.eager[Eager.NOT_FULL] == 2
+        assert rig.state.graphs.stats.eager[Eager.NOT_FULL] == captured + 2
 
     def test_a_step_of_a_shape_without_a_graph_is_built_eagerly(self, rig):
         rig.check_step(Step((200, 300, 400), 4, 1))

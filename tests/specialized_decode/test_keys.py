@@ -5,14 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from decode_steps import Step
-from rig import Architecture
+from rig import Architecture, Serving
 from vllm.config import CUDAGraphMode
 from vllm.models.deepseek_v41.compressor import CompressorMetadataBuilder
-from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata import recordable
-from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.eligibility import (
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.key import (
     Eager,
 )
-from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.stats import Way
 from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.metadata_graphs import (
     GraphKey,
 )
@@ -37,10 +35,6 @@ def in_varlen_graph(batch):
 
 INELIGIBLE = {
     Eager.NOT_FULL: (lambda batch: batch, CUDAGraphMode.PIECEWISE),
-    Eager.PREFILL: (
-        lambda batch: replace(batch, has_prefill=True),
-        CUDAGraphMode.FULL,
-    ),
     Eager.ADAPTIVE: (
         lambda batch: replace(batch, max_query_len=2),
         CUDAGraphMode.FULL,
@@ -89,54 +83,34 @@ def test_one_recording_per_full_graph(rig):
     ]
 
 
-def test_keys_come_from_the_captured_graphs(rig):
-    """Dynamic speculative decoding captures several query lengths; LoRA captures
-    a shape more than once; mixed and micro-batched graphs are not ours."""
+def test_keys_come_from_the_captured_graphs(make_rig):
+    """Dynamic speculative decoding captures several query lengths, LoRA a shape more
+    than once; mixed and variable-length graphs are not ours."""
+    rig = make_rig(Architecture.SM90, 2, Serving.LAUNCH)
 
     def graph(reqs, query_len, **options):
         return BatchExecutionDescriptor(
             CUDAGraphMode.FULL, reqs * query_len, reqs, query_len, **options
         )
 
-    full_graphs = [
-        graph(4, 2),
-        graph(8, 1),
+    rig.full_graphs = [
+        graph(2, 2),
         graph(4, 1),
-        graph(4, 2, num_active_loras=1),
-        graph(8, 2, num_ubatches=2),
+        graph(2, 1),
+        graph(2, 2, num_active_loras=1),
         BatchExecutionDescriptor(CUDAGraphMode.FULL, 8, 8),
         BatchExecutionDescriptor(CUDAGraphMode.FULL, 8, 8, max_query_len=2),
     ]
-    assert rig.state.graphs.capture_keys(full_graphs) == [
-        GraphKey(8, 8, 8, 8),
-        GraphKey(4, 4, 8, 8),
+    rig.record()
+    assert list(rig.state.graphs._graphs) == [
         GraphKey(4, 4, 4, 4),
+        GraphKey(2, 2, 4, 4),
+        GraphKey(2, 2, 2, 2),
     ]
-    assert rig.state.graphs.capture_keys([]) == []
-
-
-def test_one_builder_that_needs_exact_keys_makes_all_keys_exact(make_rig, monkeypatch):
-    monkeypatch.setitem(
-        recordable._DECLARED, CompressorMetadataBuilder, recordable.Recording.EXACT
-    )
-    rig = make_rig(Architecture.SM90, 2)
+    rig.state.release_metadata_graphs()
+    rig.full_graphs = []
     rig.record()
-    assert len(rig.state.graphs) == 8
-    rig.build(rig.fill(STEP))
-    assert rig.state.graphs.stats.served[Way.REPLAY] == 1
-    key = rig.state.graphs.key(rig.fill(STEP), CUDAGraphMode.FULL)
-    assert key == GraphKey(3, 4, 6, 8)
-
-
-def test_exact_keys_miss_a_graph_larger_than_the_batch_needs(make_rig, monkeypatch):
-    monkeypatch.setitem(
-        recordable._DECLARED, CompressorMetadataBuilder, recordable.Recording.EXACT
-    )
-    rig = make_rig(Architecture.SM90, 2)
-    rig.record()
-    assert rig.build(rig.fill(replace(STEP, padded_reqs=8))).keys()
-    assert rig.state.graphs.stats.eager == {Eager.UNRECORDED: 1}
-    assert rig.state.graphs.stats.missed == 1
+    assert len(rig.state.graphs) == 0
 
 
 def test_a_subclass_of_a_known_builder_is_unknown(make_rig):

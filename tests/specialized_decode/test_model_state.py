@@ -1,7 +1,10 @@
 """What the model state serves from recordings, and what it never does."""
 
+import gc
 import time
+import weakref
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -11,13 +14,16 @@ from rig import Architecture, Serving
 from vllm.config import CUDAGraphMode
 from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata import (
     model_state,
+    recording,
 )
-from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.eligibility import (
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.key import (
     Eager,
 )
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.stats import Way
 from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.tensors import (
     tensors,
 )
+from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime import metadata_graphs
 from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.metadata_graphs import (
     AttnMetadataCudaGraphs,
     NotRecordableError,
@@ -55,8 +61,7 @@ def test_a_full_decode_step_is_served(rig):
     [
         (CUDAGraphMode.NONE, {}, Eager.NOT_FULL),
         (CUDAGraphMode.PIECEWISE, {}, Eager.NOT_FULL),
-        (CUDAGraphMode.FULL, {"for_capture": True}, Eager.DUMMY),
-        (CUDAGraphMode.NONE, {"for_capture": True}, Eager.DUMMY),
+        (CUDAGraphMode.NONE, {"for_capture": True}, Eager.NOT_FULL),
     ],
 )
 def test_a_forward_never_meets_a_recorded_object(rig, mode, options, reason):
@@ -68,19 +73,84 @@ def test_a_forward_never_meets_a_recorded_object(rig, mode, options, reason):
     assert rig.state.graphs.stats.eager == {reason: 1}
 
 
-def test_an_idle_rank_rewrites_every_slot(rig):
-    """Its dummy forward would otherwise write through the slots of the last step,
-    into blocks that are live."""
+def idle(rig, num_reqs):
+    """The dummy batch of a data-parallel rank without requests."""
+    rig.block_tables.get_dummy_block_tables(num_reqs)
+    num_tokens = num_reqs * rig.query_len
+    rig.block_tables.get_dummy_slot_mappings(num_tokens)
+    return InputBatch.make_dummy(num_reqs, num_tokens, rig.buffers)
+
+
+def extending(rig, step, start):
+    """Requests that compute the last token of their prompt, the first of them right
+    after it has replayed the window of a cached prefix; drafts are placeholders."""
+    batch = rig.fill(step)
+    for state in (rig.state, rig.stock_state):
+        state._replay_start_np[:] = 0
+        state._replay_start_np[0] = start
+    batch.is_prefilling_np[:] = True
+    return replace(
+        batch, has_prefill=True, prefill_runs_as_decode_np=batch.is_prefilling_np
+    )
+
+
+@pytest.mark.parametrize(
+    ("architecture", "query_len", "way"),
+    [
+        *product(Architecture, (3,), [Serving.UPSTREAM]),
+        *product([Architecture.SM90], (1, 4), [Serving.UPSTREAM]),
+        (Architecture.SM90, 3, Serving.REPLAY),
+    ],
+)
+def test_extensions_and_idle_ranks_are_served(make_rig, architecture, query_len, way):
+    """Nothing of theirs is baked into a recording. An idle rank's dummy forward would
+    else write through the slots of the last step, into blocks that are live."""
+    rig = make_rig(architecture, query_len, way)
+    rig.keep_graphs(4)
+    rig.record()
     view = rig.forward_view(4)
-    rig.build(rig.fill(STEP))
-    written = {path for path in view if path.endswith("slot_mapping")}
-    assert any((view[path] >= 0).any() for path in written)
-    rig.block_tables.get_dummy_block_tables(4)
-    rig.block_tables.get_dummy_slot_mappings(4)
-    dummy = InputBatch.make_dummy(4, 4, rig.buffers)
-    rig.build(dummy, for_capture=True)
-    for path in written:
-        assert (view[path] == -1).all(), path
+    step = Step((1025, 300, 129), 4, query_len)
+    for start in (960, 1000):
+        rig.check_batch(lambda start=start: extending(rig, step, start), step, view)
+    [lens] = [view[path] for path in view if path.endswith("decode_swa_lens")]
+    assert lens[query_len - 1] == 1025 - 1000
+    slots = [view[path] for path in view if path.endswith("slot_mapping")]
+    assert any((each >= 0).any() for each in slots)
+    idle_step = Step((query_len,) * 4, 4, query_len)
+    rig.check_batch(lambda: idle(rig, 4), idle_step, view, for_capture=True)
+    assert all((each == -1).all() for each in slots)
+    assert rig.state.graphs.stats.served == {Way.REPLAY: 3}
+
+
+@pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE])
+def test_metadata_of_an_eager_idle_step_ends_with_it(rig, mode):
+    metadata = rig.build(idle(rig, 4), mode, for_capture=True)
+    built = [weakref.ref(each) for each in metadata.values()]
+    del metadata
+    # Builders keep what they built last.
+    rig.build(idle(rig, 2), mode, for_capture=True)
+    gc.collect()
+    assert not any(each() for each in built)
+
+
+def test_a_recording_keeps_its_table_of_jobs(make_rig):
+    """Its graph reads the table at every replay."""
+    rig = make_rig(Architecture.SM90, 1, Serving.REPLAY)
+    rig.keep_graphs(1)
+    rig.record()
+    [build] = rig.state.proven_builds._proven.values()
+    table = weakref.ref(build._job_table)
+    del build
+    [kept] = rig.state.graphs._graphs.values()
+    # A CUDA graph keeps no tensor alive.
+    kept.refresh.__self__.reset()
+    del kept
+    rig.state.proven_builds.release()
+    gc.collect()
+    assert table() is not None
+    rig.state.release_metadata_graphs()
+    gc.collect()
+    assert table() is None
 
 
 def test_a_used_plan_retires_its_recording(rig):
@@ -155,7 +225,6 @@ def test_a_failure_while_recording_leaves_a_working_engine(make_rig, cuda_graphs
     rig = make_rig(Architecture.SM90, 1)
     rig.record()
     assert len(rig.state.graphs) == 2
-    assert rig.state._recording is None
     assert served_from_recording(rig, rig.build(rig.fill(STEP)))
     small = rig.build(rig.fill(Step((200,), 1, 1)))
     assert not served_from_recording(rig, small)
@@ -175,11 +244,9 @@ def test_a_failing_builder_leaves_a_working_engine(make_rig, monkeypatch):
     assert rig.state.graphs.stats.missed == 1
 
 
-@pytest.mark.parametrize(
-    ("limit", "value"), [("MAX_RECORDING_SECONDS", 0.0), ("MAX_RECORDING_MIB", -1.0)]
-)
+@pytest.mark.parametrize(("limit", "value"), [("MAX_SECONDS", 0.0), ("MAX_MIB", -1.0)])
 def test_recording_stays_within_its_budget(make_rig, monkeypatch, limit, value):
-    monkeypatch.setattr(model_state, limit, value)
+    monkeypatch.setattr(recording, limit, value)
     rig = make_rig(Architecture.SM90, 1)
     rig.record()
     # What was recorded by then serves; it is the largest graph.
@@ -321,9 +388,9 @@ def test_forked_and_serial_recordings_agree(make_rig, monkeypatch):
         rig = make_rig(Architecture.SM90, 3)
         if serial:
             monkeypatch.setattr(
-                AttnMetadataCudaGraphs,
-                "_forked_build",
-                lambda self, groups, tables, build: build(groups),
+                metadata_graphs,
+                "forked_build",
+                lambda groups, tables, build, streams: build(groups),
             )
         rig.record()
         view = rig.forward_view(4)

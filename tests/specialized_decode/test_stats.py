@@ -3,12 +3,14 @@
 from collections import Counter
 
 from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata import stats as module
-from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.eligibility import (
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.key import (
     Eager,
+)
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.recording import (
+    Report,
 )
 from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.stats import (
     MetadataGraphStats,
-    RecordingReport,
     Way,
 )
 
@@ -17,9 +19,7 @@ def stats() -> MetadataGraphStats:
     stats = MetadataGraphStats()
     stats.in_graph = 55
     stats.refreshed.update({Way.IN_GRAPH: 5, Way.REPLAY: 20, Way.LAUNCH: 10})
-    stats.eager.update(
-        {Eager.UNRECORDED: 2, Eager.PREFILL: 8, Eager.NOT_FULL: 40, Eager.DUMMY: 5}
-    )
+    stats.eager.update({Eager.UNRECORDED: 2, Eager.UNEVEN: 8, Eager.NOT_FULL: 40})
     return stats
 
 
@@ -31,7 +31,7 @@ def test_the_counters_add_up_over_full_decode_steps():
 def test_the_line():
     assert stats().line() == (
         "decode metadata: in_graph=60 replay=20 launch=10 eager=10 "
-        "full_decode_steps=100 (dummy=5, not_full=40, prefill=8, unrecorded=2)"
+        "full_decode_steps=100 (not_full=40, uneven=8, unrecorded=2)"
     )
     assert MetadataGraphStats().line() == (
         "decode metadata: in_graph=0 replay=0 launch=0 eager=0 full_decode_steps=0"
@@ -53,10 +53,10 @@ def test_the_line_is_due_after_a_while_and_after_new_steps(monkeypatch):
 
 def test_the_start_up_line():
     served = Counter({Way.IN_GRAPH: 6, Way.REPLAY: 1})
-    assert RecordingReport(served, 7, 0.034, 2.0).line() == (
+    assert Report(served, 7, 0.034, 2.0).line() == (
         "metadata of 7 FULL graphs: 6 in_graph, 1 replay; took 0.03 s and 2 MiB"
     )
-    stopped = RecordingReport(Counter(), 7, 0.02, 1.0, "OutOfMemoryError: full").line()
+    stopped = Report(Counter(), 7, 0.02, 1.0, "OutOfMemoryError: full").line()
     assert stopped == (
         "metadata of 7 FULL graphs: 7 eager; took 0.02 s and 1 MiB; stopped: "
         "OutOfMemoryError: full"

@@ -5,9 +5,8 @@ Upstream's builders refresh the buffers of one KV-cache group after the other,
 in two to twenty small launches each. ``FusedBuild`` writes the same bytes from
 the same device data at once. It starts from metadata that those builders made
 for the padded shape of the step: the tensors of that metadata are what a FULL
-forward graph reads, so they are what it writes. Groups of builders it does not
-know are left to those builders, and a schedule of the indexer's paged logits that
-it does not know to DeepGEMM.
+forward graph reads, so they are what it writes. A schedule of the indexer's paged
+logits that it does not know is left to DeepGEMM.
 """
 
 from collections.abc import Callable
@@ -16,11 +15,15 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from vllm.logger import init_logger
 from vllm.v1.worker.utils import AttentionGroup
 
-from .jobs import DecodeInputs, DecodeJobs, Schedule
+from .jobs import DecodeInputs, NotFusedError, Schedule, jobs_of
 from .kernel import Job, job_table, write_decode_metadata
+from .key import GraphKey
 from .tensors import View
+
+logger = init_logger(__name__)
 
 # Per KV-cache group, its attention groups; empty for a group left out.
 AttnGroups = list[list[AttentionGroup]]
@@ -30,16 +33,15 @@ BuildFn = Callable[[AttnGroups], dict[str, Any]]
 
 @dataclass
 class FusedBuild:
-    """The build of decode steps of one padded shape, in as few launches as can be.
+    """The build of the decode steps of ``key``, in as few launches as can be.
 
-    ``attn_metadata`` is what upstream's builders made of that shape. ``left``
-    holds the attention groups whose builders are not known here.
+    ``attn_metadata`` is what upstream's builders made of that shape.
     """
 
+    key: GraphKey
     inputs: DecodeInputs
     attn_metadata: dict[str, Any]
     attn_groups: AttnGroups
-    left: AttnGroups
     _jobs: list[Job]
     _schedules: list[Schedule]
     _max_num_reqs: int
@@ -53,41 +55,36 @@ class FusedBuild:
     @classmethod
     def of(
         cls,
+        key: GraphKey,
+        inputs: DecodeInputs,
         attn_metadata: dict[str, Any],
         attn_groups: AttnGroups,
-        inputs: DecodeInputs,
         max_num_reqs: int,
-    ) -> "FusedBuild":
+    ) -> "FusedBuild | None":
         """The fused build of decode-only ``attn_metadata``, which the builders of
-        ``attn_groups`` made of ``inputs``. Does no work on the device."""
-        taken = DecodeJobs(inputs, attn_metadata)
-        left: AttnGroups = [[] for _ in attn_groups]
-        for index, groups in enumerate(attn_groups):
-            for group in groups:
-                # Builders run in order: what follows one that is left may read what
-                # it writes.
-                if left[index] or not taken.take(index, group):
-                    left[index].append(group)
-        jobs = list(taken.jobs.values())
+        ``attn_groups`` made of ``inputs``; None, logged, where one of those builds is
+        not known. Does no work on the device."""
+        try:
+            jobs, schedules = jobs_of(inputs, attn_metadata, attn_groups)
+        except NotFusedError as error:
+            logger.warning_once(
+                "DeepSeek-V4.1 decode: no fused metadata build: %s.", str(error)
+            )
+            return None
+        window = max([1, *(job.window for job in jobs)])
         return cls(
+            key,
             inputs,
             attn_metadata,
             attn_groups,
-            left,
             jobs,
-            taken.schedules,
+            schedules,
             max_num_reqs,
-            max([1, *(job.window for job in jobs)]),
+            window,
         )
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Requests and tokens, both with padding."""
-        return self.inputs.num_reqs, self.inputs.num_tokens
-
-    def launch(self, build_left: BuildFn | None = None) -> None:
-        """Refresh the buffers of the metadata from the inputs' present values;
-        those of ``left`` only with ``build_left``, which calls their builders.
+    def launch(self) -> None:
+        """Refresh the buffers of the metadata from the inputs' present values.
 
         The first launch copies the table of jobs to the device, and may compile.
         """
@@ -106,8 +103,6 @@ class FusedBuild:
         for schedule in self._schedules:
             if schedule.job is None:
                 schedule.write()
-        if build_left is not None and any(self.left):
-            build_left(self.left)
 
     @property
     def knows_schedules(self) -> bool:
@@ -123,7 +118,6 @@ class FusedBuild:
         """Whether this build refreshes the metadata of ``other`` as well."""
         return (
             self._jobs == other._jobs
-            and self.left == other.left
             and _views(self.inputs) == _views(other.inputs)
             and [schedule.out.data_ptr() for schedule in self._schedules]
             == [schedule.out.data_ptr() for schedule in other._schedules]

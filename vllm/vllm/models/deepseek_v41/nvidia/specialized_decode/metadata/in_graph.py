@@ -2,72 +2,70 @@
 """The metadata build at the head of the FULL forward graphs.
 
 A graph that was captured with the build before the forward refreshes its own
-metadata from device data on every replay: the host has nothing left to do, and
-an idle data-parallel rank, a one-token prefill or any other step that runs the
-graph is served alike. For that the build must follow from device data alone, so
-only a fused build of all KV-cache groups goes in.
+metadata from device data on every replay: the host has nothing left to do.
 """
 
 import time
 from typing import Any
 
-import torch
-
 from .fused_build import BuildFn, FusedBuild
-from .proven_builds import FusedBuilds
-from .recordable import without_holders
+from .holders import without_holders
+from .key import GraphKey
+from .proven_builds import ProvenBuilds
 
 
 class InGraphBuilds:
-    """What the capture of FULL graphs calls, and which shapes then serve
-    themselves. After ``max_seconds`` of proofs no more shapes are taken in."""
+    """What the capture of FULL graphs calls, and which keys then serve themselves.
 
-    def __init__(self, fused: FusedBuilds, max_seconds: float) -> None:
-        self._fused = fused
+    The runner warms a forward up before it captures it: the warm-up proves the
+    build, the capture takes it in only if it was proven. After ``max_seconds`` of
+    proofs no more keys are taken in.
+    """
+
+    def __init__(self, proven: ProvenBuilds, max_seconds: float) -> None:
+        self._proven = proven
         self._max_seconds = max_seconds
         # Spent so far on proving the builds of a capture.
         self.seconds = 0.0
-        # Per shape, metadata that no forward has been given.
-        self._metadata: dict[tuple[int, int], dict[str, Any]] = {}
+        # Metadata that no forward has been given.
+        self._metadata: dict[GraphKey, dict[str, Any]] = {}
         # The builds in captured graphs, whose tables of jobs those read.
-        self._captured: dict[tuple[int, int], list[FusedBuild]] = {}
-        # Shapes of which some graph was captured without its build.
-        self._left_out: set[tuple[int, int]] = set()
+        self._captured: dict[GraphKey, list[FusedBuild]] = {}
+        # Keys of which some graph was captured without its build.
+        self._left_out: set[GraphKey] = set()
 
-    def head(self, build: FusedBuild, build_upstream: BuildFn) -> None:
-        """Run ``build`` at the head of a forward that reads its metadata.
-
-        The runner warms a forward up before it captures it: the warm-up proves
-        the build, the capture takes it in only if it was proven.
-        """
-        shape = build.shape
-        if torch.cuda.is_current_stream_capturing():
-            proven = self._fused.proven(build)
-            if proven is None or shape not in self._metadata:
-                self._left_out.add(shape)
-                return
+    def warm_up(self, build: FusedBuild, build_upstream: BuildFn, max_len: int) -> None:
+        """Prove ``build`` and run it before the forward that reads its metadata."""
+        if self.seconds > self._max_seconds:
+            return
+        start = time.perf_counter()
+        proven = self._proven.prove(build, build_upstream, max_len)
+        if proven is not None:
+            metadata = build_upstream(build.attn_groups)
+            self._metadata[build.key] = without_holders(metadata)
             proven.launch()
-            self._captured.setdefault(shape, []).append(proven)
-        elif not any(build.left) and self.seconds <= self._max_seconds:
-            start = time.perf_counter()
-            proven = self._fused.prove(build, build_upstream)
-            if proven is not None:
-                metadata = build_upstream(build.attn_groups)
-                self._metadata[shape] = without_holders(metadata)
-                proven.launch()
-            self.seconds += time.perf_counter() - start
+        self.seconds += time.perf_counter() - start
 
-    def leave_out(self, shape: tuple[int, int]) -> None:
-        """A graph of ``shape`` is captured without its build."""
-        self._left_out.add(shape)
+    def capture(self, build: FusedBuild) -> None:
+        """Run ``build`` at the head of the forward that is being captured."""
+        proven = self._proven.known(build)
+        if proven is None or build.key not in self._metadata:
+            self.leave_out(build.key)
+            return
+        proven.launch()
+        self._captured.setdefault(build.key, []).append(proven)
 
-    def captured(self) -> dict[tuple[int, int], dict[str, Any]]:
-        """The shapes all of whose graphs hold their build, with metadata for
-        whoever asks for the step's."""
+    def leave_out(self, key: GraphKey) -> None:
+        """A graph of ``key`` is captured without its build."""
+        self._left_out.add(key)
+
+    def captured(self) -> dict[GraphKey, dict[str, Any]]:
+        """The keys all of whose graphs hold their build, with metadata for whoever
+        asks for the step's."""
         return {
-            shape: self._metadata[shape]
-            for shape in self._captured
-            if shape not in self._left_out
+            key: self._metadata[key]
+            for key in self._captured
+            if key not in self._left_out
         }
 
     def release(self) -> None:

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What upstream's metadata builders write of a decode step, as jobs of one launch.
 
-For each builder that is known here: which tensors of the metadata it made are
-refreshed in every step, and from which device data. What DeepGEMM adds to that, its
-schedule of the indexer's paged logits, is a job too where its way to share out the
-work is known.
+For each builder, in the one table of those that are known: which tensors of the
+metadata it made are refreshed in every step, and from which device data. What DeepGEMM
+adds to that, its schedule of the indexer's paged logits, is a job too where its way to
+share out the work is known.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from vllm.logger import init_logger
 from vllm.models.deepseek_v41.compressor import CompressorMetadataBuilder
 from vllm.models.deepseek_v41.nvidia.flashinfer_sparse import (
     DeepseekSparseSWAFlashInferMetadataBuilder,
@@ -33,8 +32,6 @@ from vllm.v1.attention.backends.mla.sparse_indexer import (
 from vllm.v1.worker.utils import AttentionGroup
 
 from .kernel import Job, Kind
-
-logger = init_logger(__name__)
 
 
 class DecodeInputs(NamedTuple):
@@ -187,10 +184,15 @@ def _clamps(builder: Any) -> bool:
 
 
 _JOBS: dict[type, Callable[[Any, Any, _Source], list[Job]]] = {
+    # SM90, SM100 FlashMLA and SM100 mega attention.
     DeepseekSparseSWAFlashMLAMetadataBuilder: _window_jobs,
-    DeepseekSparseSWAFlashInferMetadataBuilder: _window_jobs,
     DeepseekV4FlashMLAMetadataBuilder: _compressed_kv_jobs,
+    # SM100 and SM120 FlashInfer.
+    DeepseekSparseSWAFlashInferMetadataBuilder: _window_jobs,
     DeepseekV4FlashInferSparseMLAMetadataBuilder: _compressed_kv_jobs,
+    # Every architecture. Of the indexer's branches a batch that fills its graph takes
+    # the uniform one: the variable-length one, which bakes in a token count, is for
+    # partial batches.
     CompressorMetadataBuilder: _ring_jobs,
     DeepseekV32IndexerMetadataBuilder: _indexer_jobs,
     DeepseekV41SparseIndexerMetadataBuilder: _indexer_jobs,
@@ -255,60 +257,71 @@ class Schedule(NamedTuple):
         )
 
 
-class DecodeJobs:
-    """The jobs of the attention groups taken so far, in the order of their builds."""
+def knows(builder: Any) -> bool:
+    """Whether the build of ``builder`` is known: that of its exact type, as a subclass
+    may override anything.
 
-    def __init__(self, inputs: DecodeInputs, attn_metadata: dict[str, Any]) -> None:
-        # By what they write: groups share a token-to-request map.
-        self.jobs: dict[tuple[int, ...], Job] = {}
-        self.schedules: list[Schedule] = []
-        self._inputs = inputs
-        self._attn_metadata = attn_metadata
-        # Addresses of the block tables read so far, and of those that a builder
-        # has clamped in place, as later groups see them.
-        self._read: set[int] = set()
-        self._clamped: set[int] = set()
+    Known is also that it can be part of a CUDA graph: for the batch that fills a FULL
+    graph it launches only capture-safe work (no device-to-host read, no pageable copy)
+    into buffers that outlive the step, and leaves in the rows of real requests what it
+    leaves for fewer of them.
+    """
+    return type(builder) in _JOBS
 
-    def take(self, index: int, group: AttentionGroup) -> bool:
-        """Whether the build of ``group``, of KV-cache group ``index``, is known; then
-        its jobs are added."""
-        builder = group.get_metadata_builder()
-        metadata = self._attn_metadata[group.layer_names[0]]
-        table = self._inputs.block_tables[index]
+
+class NotFusedError(RuntimeError):
+    """The build of an attention group is none that jobs are known of."""
+
+
+def jobs_of(
+    inputs: DecodeInputs,
+    attn_metadata: dict[str, Any],
+    attn_groups: Sequence[Sequence[AttentionGroup]],
+) -> tuple[list[Job], list[Schedule]]:
+    """The jobs that refresh decode-only ``attn_metadata``, which the builders of
+    ``attn_groups`` made of ``inputs``, and the schedules of DeepGEMM in it.
+
+    Raises NotFusedError where a build is unknown, or other than expected.
+    """
+    # By what they write: groups share a token-to-request map.
+    jobs: dict[tuple[int, ...], Job] = {}
+    schedules: list[Schedule] = []
+    # Addresses of the block tables read so far, and of those that a builder has
+    # clamped in place, as later groups see them.
+    read: set[int] = set()
+    clamped: set[int] = set()
+    for index, groups in enumerate(attn_groups):
+        table = inputs.block_tables[index]
         address = table.data_ptr()
-        clamps = _clamps(builder)
-        in_place = clamps and group.kernel_block_size is None
-        # A clamp in place would race with a group that is to read before it.
-        if type(builder) not in _JOBS or (in_place and address in self._read):
-            return False
-        source = _Source.of(
-            group,
-            self._inputs.slot_mappings[index],
-            table,
-            clamps or address in self._clamped,
-        )
-        try:
-            jobs = _JOBS[type(builder)](builder, metadata, source)
-            schedules = []
-            if isinstance(builder, DeepseekV32IndexerMetadataBuilder):
-                num_tokens = self._inputs.num_tokens
-                schedules = Schedule.of(builder, metadata.decode, num_tokens)
-        except Exception as error:
-            # Another version of the builder may lack what the jobs follow from. Its
-            # own build serves all the same.
-            logger.warning_once(
-                "DeepSeek-V4.1 decode: no fused metadata build for %s: %s.",
-                type(builder).__name__,
-                repr(error),
+        for group in groups:
+            builder = group.get_metadata_builder()
+            name = type(builder).__name__
+            if not knows(builder):
+                raise NotFusedError(f"{name} is unknown")
+            metadata = attn_metadata[group.layer_names[0]]
+            clamps = _clamps(builder)
+            in_place = clamps and group.kernel_block_size is None
+            if in_place and address in read:
+                # One launch has no order: the group before it may see the clamp.
+                raise NotFusedError("a block table is read before it is clamped")
+            source = _Source.of(
+                group, inputs.slot_mappings[index], table, clamps or address in clamped
             )
-            return False
-        if group.kernel_block_table is not None:
-            kernel_table = group.kernel_block_table[0, : self._inputs.num_reqs]
-            jobs.append(source.table_job(Kind.TABLE, kernel_table))
-        elif in_place:
-            jobs.append(source.table_job(Kind.TABLE, table))
-            self._clamped.add(address)
-        self._read.add(address)
-        self.jobs |= {(job.kind, *job.outs): job for job in jobs}
-        self.schedules += schedules
-        return True
+            try:
+                of_group = _JOBS[type(builder)](builder, metadata, source)
+                if isinstance(builder, DeepseekV32IndexerMetadataBuilder):
+                    schedules += Schedule.of(
+                        builder, metadata.decode, inputs.num_tokens
+                    )
+            except Exception as error:
+                # Another version of the builder may lack what the jobs follow from.
+                raise NotFusedError(f"{name}: {error!r}") from error
+            if group.kernel_block_table is not None:
+                kernel_table = group.kernel_block_table[0, : inputs.num_reqs]
+                of_group.append(source.table_job(Kind.TABLE, kernel_table))
+            elif in_place:
+                of_group.append(source.table_job(Kind.TABLE, table))
+                clamped.add(address)
+            read.add(address)
+            jobs |= {(job.kind, *job.outs): job for job in of_group}
+    return list(jobs.values()), schedules

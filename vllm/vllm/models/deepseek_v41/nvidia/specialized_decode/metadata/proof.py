@@ -15,7 +15,7 @@ import torch
 
 from .fused_build import BuildFn, FusedBuild
 from .jobs import DecodeInputs
-from .tensors import View, tensors, unrefreshed_tensor
+from .tensors import View, tensors
 
 
 class _Round(NamedTuple):
@@ -42,29 +42,22 @@ _LARGEST_RATIO = 2
 
 
 def difference_from_upstream(
-    build: FusedBuild, build_upstream: BuildFn, max_model_len: int
+    build: FusedBuild, build_upstream: BuildFn, max_len: int
 ) -> str | None:
     """The path of the first tensor that ``build`` leaves other than
     ``build_upstream``, which calls the builders of attention groups for the same
-    padded shape, or None.
+    padded shape, or None. Sequences are up to ``max_len`` tokens long.
 
     Leaves the inputs and the metadata as they were, whatever happens: a forward
     may follow.
     """
     inputs = build.inputs
-    if any(build.left):
-        # Their builders alone refresh these, if they build in place.
-        device_type = inputs.seq_lens.device.type
-        first, again = build_upstream(build.left), build_upstream(build.left)
-        moved = unrefreshed_tensor(first, again, device_type)
-        if moved is not None:
-            return moved
     outputs = _outputs(build)
     with _restored(inputs.tensors()), _restored(outputs.values()) as kept:
         before = dict(zip(outputs, kept, strict=True))
         for seed, each in enumerate(_ROUNDS):
             poison = each.poison
-            _write_random_step(inputs, max_model_len, seed, each)
+            _write_random_step(inputs, max_len, seed, each)
             step = [tensor.clone() for tensor in inputs.tensors()]
             _fill(outputs, poison)
             build_upstream(build.attn_groups)
@@ -78,7 +71,7 @@ def difference_from_upstream(
             # Builders clamp tables in place.
             for tensor, value in zip(inputs.tensors(), step, strict=True):
                 tensor.copy_(value)
-            build.launch(build_upstream)
+            build.launch()
             for path, want in wanted.items():
                 got = outputs[path]
                 if path in unwritten and torch.equal(got, before[path]):
@@ -135,7 +128,7 @@ def _restored(arrays: Collection[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def _write_random_step(
-    inputs: DecodeInputs, max_model_len: int, seed: int, round_: _Round
+    inputs: DecodeInputs, max_len: int, seed: int, round_: _Round
 ) -> None:
     """A uniform decode step, the first one with padding, if the shape has room."""
     # On the device: tables are wide where contexts are long.
@@ -154,17 +147,17 @@ def _write_random_step(
     num_tokens = num_reqs * query_len
     starts = torch.arange(padded + 1, device=device) * query_len
     starts.clamp_(max=num_tokens)
-    lens = integers(query_len, max_model_len, padded)
+    lens = integers(query_len, max_len, padded)
     if round_.completes:
         lens += -lens % _LARGEST_RATIO
     lens[num_reqs:] = 0
-    positions = integers(0, max_model_len, inputs.num_tokens)
+    positions = integers(0, max_len, inputs.num_tokens)
     offsets = torch.arange(query_len, device=device) - query_len
     positions[:num_tokens] = (lens[:num_reqs, None] + offsets).flatten()
     slots = integers(0, 2**20, *inputs.slot_mappings.shape)
     slots[some(round_.no_slot, *slots.shape)] = -1
     slots[:, num_tokens:] = -1
-    replay_start = (integers(0, max_model_len, padded) - max_model_len // 2).clamp(0)
+    replay_start = (integers(0, max_len, padded) - max_len // 2).clamp(0)
     values = [starts, lens, positions, torch.minimum(replay_start, lens)]
     for table in inputs.block_tables:
         blocks = integers(1, 2**20, *table.shape)

@@ -4,39 +4,40 @@
 from vllm.logger import init_logger
 
 from .fused_build import BuildFn, FusedBuild
+from .key import GraphKey
 from .proof import difference_from_upstream
 
 logger = init_logger(__name__)
 
 
-class FusedBuilds:
-    """Proven fused builds by their padded shape (requests, tokens)."""
+class ProvenBuilds:
+    """The fused builds that were held to upstream's, by the key of their graph."""
 
-    def __init__(self, max_model_len: int) -> None:
-        self._max_model_len = max_model_len
-        self._proven: dict[tuple[int, int], FusedBuild] = {}
-        self._refused: dict[tuple[int, int], FusedBuild] = {}
+    def __init__(self) -> None:
+        self._proven: dict[GraphKey, FusedBuild] = {}
+        self._refused: dict[GraphKey, FusedBuild] = {}
         # Whether DeepGEMM was found to schedule otherwise than the launch does.
         self._deepgemm_schedules = False
 
-    def proven(self, build: FusedBuild) -> FusedBuild | None:
+    def known(self, build: FusedBuild) -> FusedBuild | None:
         """A proven build that writes what ``build`` does, or None. Does no work on
         the device."""
         return _alike(self._proven, build)
 
-    def prove(self, build: FusedBuild, build_upstream: BuildFn) -> FusedBuild | None:
-        """``proven``, after comparing ``build`` to ``build_upstream`` if need be.
+    def prove(
+        self, build: FusedBuild, build_upstream: BuildFn, max_len: int
+    ) -> FusedBuild | None:
+        """``known``, after comparing ``build`` to ``build_upstream`` if need be, on
+        sequences of up to ``max_len`` tokens.
 
         Where its schedules of DeepGEMM's are all that differs, DeepGEMM goes on to
         make them. Whatever else goes wrong means that the fused build is not used.
         """
-        known = self.proven(build)
-        if known is not None:
+        known = self.known(build)
+        if known is not None or _alike(self._refused, build) is not None:
             return known
-        if _alike(self._refused, build) is not None:
-            return None
         try:
-            build, path = self._compared(build, build_upstream)
+            build, path = self._compared(build, build_upstream, max_len)
         except Exception:
             logger.exception("Comparing the fused attention metadata failed.")
             path = "nothing"
@@ -45,26 +46,27 @@ class FusedBuilds:
                 "DeepSeek-V4.1 decode: the fused metadata build of %d requests of %d "
                 "tokens differs from upstream's in %s, and is not used. Please report "
                 "this.",
-                *build.shape,
+                build.key.num_reqs,
+                build.key.num_tokens,
                 path,
             )
-            self._refused[build.shape] = build
+            self._refused[build.key] = build
             return None
-        self._proven[build.shape] = build
+        self._proven[build.key] = build
         return build
 
     def _compared(
-        self, build: FusedBuild, build_upstream: BuildFn
+        self, build: FusedBuild, build_upstream: BuildFn, max_len: int
     ) -> tuple[FusedBuild, str | None]:
         """``build``, or itself with DeepGEMM's own schedules where it takes that to
         be equal, and the path where it is not."""
         if self._deepgemm_schedules:
             build = build.with_deepgemm_schedules()
-        path = difference_from_upstream(build, build_upstream, self._max_model_len)
+        path = difference_from_upstream(build, build_upstream, max_len)
         if path is None or not build.knows_schedules:
             return build, path
         rest = build.with_deepgemm_schedules()
-        still = difference_from_upstream(rest, build_upstream, self._max_model_len)
+        still = difference_from_upstream(rest, build_upstream, max_len)
         if still is None:
             self._deepgemm_schedules = True
             logger.warning(
@@ -81,8 +83,6 @@ class FusedBuilds:
         self._refused.clear()
 
 
-def _alike(
-    builds: dict[tuple[int, int], FusedBuild], build: FusedBuild
-) -> FusedBuild | None:
-    known = builds.get(build.shape)
+def _alike(builds: dict[GraphKey, FusedBuild], build: FusedBuild) -> FusedBuild | None:
+    known = builds.get(build.key)
     return known if known is not None and known.writes_for(build) else None

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from .eligibility import Eager
+from .key import Eager
 
 _LOG_INTERVAL_S = 10.0
 
@@ -50,9 +50,8 @@ class MetadataGraphStats:
 
     @property
     def ways(self) -> Counter[Way]:
-        """Steps that ran a FULL CUDA graph, without the dummy ones that were built
-        eagerly."""
-        eager = sum(n for why, n in self.eager.items() if why.in_full_decode_step)
+        """Steps that ran a FULL CUDA graph."""
+        eager = sum(n for why, n in self.eager.items() if why != Eager.NOT_FULL)
         return self.served + Counter({Way.EAGER: eager})
 
     @property
@@ -79,25 +78,3 @@ class MetadataGraphStats:
             return None
         self._logged_steps = self.full_decode_steps
         return self.line()
-
-
-@dataclass(frozen=True)
-class RecordingReport:
-    """How the steps of the FULL graphs get their metadata after start-up."""
-
-    served: Counter[Way]
-    keys: int
-    seconds: float
-    mib: float
-    stopped: str | None = None
-
-    def line(self) -> str:
-        ways = self.served + Counter({Way.EAGER: self.keys - self.served.total()})
-        counts = ", ".join(f"{ways[way]} {way}" for way in Way if ways[way])
-        text = (
-            f"metadata of {self.keys} FULL graphs: {counts or 'none'}; took "
-            f"{self.seconds:.2f} s and {self.mib:.0f} MiB"
-        )
-        if self.stopped is not None:
-            text += f"; stopped: {self.stopped}"
-        return text

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What start-up does for the FULL graphs that do not refresh their own metadata."""
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from vllm.logger import init_logger
+
+from ..deployment import MetadataGraphs
+from ..runtime.metadata_graphs import AttnMetadataCudaGraphs
+from .graph_capture import record
+from .key import GraphKey
+from .padded_builds import PaddedBuilds
+from .proven_builds import ProvenBuilds
+from .stats import Way
+
+logger = init_logger(__name__)
+
+# A recording takes milliseconds and well under a MiB. Far beyond that something
+# is wrong, and the start-up of the server and its KV cache come first.
+MAX_SECONDS = 60.0
+MAX_MIB = 1024.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """How the steps of the FULL graphs get their metadata after start-up."""
+
+    served: Counter[Way]
+    keys: int
+    seconds: float
+    mib: float
+    stopped: str | None = None
+
+    def line(self) -> str:
+        ways = self.served + Counter({Way.EAGER: self.keys - self.served.total()})
+        counts = ", ".join(f"{ways[way]} {way}" for way in Way if ways[way])
+        text = (
+            f"metadata of {self.keys} FULL graphs: {counts or 'none'}; took "
+            f"{self.seconds:.2f} s and {self.mib:.0f} MiB"
+        )
+        if self.stopped is not None:
+            text += f"; stopped: {self.stopped}"
+        return text
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """Takes the builds of FULL graphs off the host, in the best way that
+    ``metadata_graphs`` allows and that is proven."""
+
+    graphs: AttnMetadataCudaGraphs
+    proven: ProvenBuilds
+    builds: PaddedBuilds
+    metadata_graphs: MetadataGraphs
+
+    def record_all(self, keys: Iterable[GraphKey], spent: float) -> Report:
+        """Record the build of each key that has none, the largest first, after
+        ``spent`` seconds of proofs for those that have one.
+
+        A failure ends this, not the start-up: what is recorded by then serves, and
+        every other step builds eagerly.
+        """
+        keys = sorted(keys, key=lambda key: key[::-1], reverse=True)
+        stopped = None
+        if not self.graphs.can_record(self.builds.attn_groups):
+            stopped = "a builder is unknown"
+        start = time.perf_counter()
+        free_bytes = torch.cuda.mem_get_info()[0]
+        seconds = mib = 0.0
+        for key in keys:
+            if stopped is not None:
+                break
+            if key in self.graphs:
+                continue
+            try:
+                self._record(key)
+            except Exception as error:
+                logger.exception("Recording the attention-metadata build failed.")
+                # CUDA's errors go on for lines about debugging.
+                stopped = f"{type(error).__name__}: {error}".partition("\n")[0]
+            seconds = time.perf_counter() - start
+            mib = max(0, free_bytes - torch.cuda.mem_get_info()[0]) / 2**20
+            if stopped is None and seconds > MAX_SECONDS:
+                stopped = f"over the budget of {MAX_SECONDS:.0f} s"
+            if stopped is None and mib > MAX_MIB:
+                stopped = f"over the budget of {MAX_MIB:.0f} MiB"
+        return Report(self.graphs.served(), len(keys), spent + seconds, mib, stopped)
+
+    def _record(self, key: GraphKey) -> None:
+        builds = self.builds
+        build_upstream = builds.by_upstream(key)
+        attn_metadata = build_upstream(builds.attn_groups)
+        fused = builds.fused(key, attn_metadata)
+        if fused is not None:
+            fused = self.proven.prove(fused, build_upstream, builds.max_len)
+        if self.metadata_graphs == MetadataGraphs.LAUNCH:
+            if fused is not None:
+                self.graphs.keep(key, Way.LAUNCH, attn_metadata, fused.launch, fused)
+        elif fused is not None:
+            _, graph = record(fused.launch, self.graphs.vllm_config)
+            self.graphs.keep(key, Way.REPLAY, attn_metadata, graph.replay, fused)
+        else:
+            tables = builds.inputs(key).block_tables
+            self.graphs.capture(key, builds.attn_groups, tables, build_upstream)
