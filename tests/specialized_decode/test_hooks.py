@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.metadata
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -186,3 +187,13 @@ def test_a_full_forward_begins_with_its_metadata_build(monkeypatch, mode):
         ]
     else:
         assert calls == ["forward", "forward"]
+
+
+def test_the_package_notes_are_true():
+    """Of the decode that each setting gives, and of where to read on."""
+    package = Path(specialized_decode.__file__).parent
+    notes = (package / "AGENTS.md").read_text()
+    assert "`auto`, gives device metadata: `metadata/README.md`" in notes
+    assert (package / "metadata" / "README.md").is_file()
+    assert "keeps the stock decode" not in notes
+    assert "one per FULL decode graph" in notes
