@@ -1,10 +1,19 @@
-"""The proxy models: DeepSeek-V4.1-Flash's shapes with fewer routed experts.
+"""The proxy models: DeepSeek-V4.1-Flash's shapes on one GPU.
 
 Every width, head count, window and source layer is the released model's. A proxy
-differs in the number of routed experts (16 for 384), so that one GPU holds it,
-in having no Engram tables unless asked for, and, with 8 layers, in depth. Loaded
-with ``load_format=dummy`` it runs the launches of a decode step of the real model;
-what it writes is noise.
+of the whole model differs in the number of routed experts (16 for 384), so that one
+GPU holds it, in having no Engram tables unless asked for, and, with 8 layers, in
+depth. Loaded with ``load_format=dummy`` it runs the launches of a decode step of the
+real model; what it writes is noise.
+
+A proxy of one rank has the shapes that one of 2, 4 or 8 GPUs computes under tensor
+parallelism, with all 384 experts where they fit: the heads, output groups and
+expert widths of the model divided, all else whole. What such a rank has beside
+that, the proxy leaves out: the all-reduces after attention and experts, and a
+vocabulary that is divided for embedding and lm_head, which are whole here. Under
+expert parallelism the attention and the shared expert are divided in the same way,
+and the rank has whole experts instead of a part of each
+(``proxy_model.expert_parallel``).
 """
 
 from collections.abc import Sequence
@@ -15,8 +24,14 @@ VOCABULARY = 129_280
 IMAGE_TOKEN = 129_264
 BEGIN_OF_SENTENCE = 0
 END_OF_SENTENCE = 1
+# Of a proxy of the whole model, and of the released model.
 ROUTED_EXPERTS = 16
+ALL_ROUTED_EXPERTS = 384
 DRAFT_LAYERS = 3
+# Sizes of a tensor-parallel group that divide all that a rank has a part of.
+RANKS = (1, 2, 4, 8)
+# Where a configuration says over how many ranks its experts are divided whole.
+EXPERT_PARALLEL_SIZE = "proxy_expert_parallel_size"
 
 
 @dataclass(frozen=True)
@@ -79,6 +94,8 @@ def proxy_config(
     layers: int,
     routed_experts: int = ROUTED_EXPERTS,
     engram: EngramTables | None = None,
+    rank_of: int = 1,
+    expert_parallel: bool = False,
 ) -> dict[str, Any]:
     """The ``config.json`` of a proxy.
 
@@ -86,11 +103,25 @@ def proxy_config(
         layers: A key of ``TOPOLOGIES``.
         routed_experts: How many experts a token's 6 are chosen from.
         engram: The tables to have, or None for a model without Engram.
+        rank_of: The ranks of a tensor-parallel group of which the proxy is one.
+        expert_parallel: Whether those ranks have whole experts: ``routed_experts``
+            divided by ``rank_of``, at full width. Takes effect in an engine with
+            ``proxy_model.expert_parallel.WORKER``.
 
     Raises:
-        ValueError: ``layers`` is not a key of ``TOPOLOGIES``, or there are fewer
-            than 6 experts.
+        ValueError: There is no such proxy; the message says why.
     """
+    if rank_of not in RANKS:
+        known = ", ".join(map(str, RANKS))
+        raise ValueError(f"a rank of {rank_of} has no even share: choose from {known}")
+    if expert_parallel and rank_of == 1:
+        raise ValueError("expert parallelism needs ranks: give a rank of 2 or more")
+    if expert_parallel and routed_experts % rank_of:
+        raise ValueError(
+            f"{routed_experts} experts are no whole number on each of {rank_of} ranks"
+        )
+    if engram is not None and rank_of > 1:
+        raise ValueError("there is no proxy of one rank with Engram tables")
     if layers not in TOPOLOGIES:
         known = " or ".join(map(str, TOPOLOGIES))
         raise ValueError(f"there is no proxy of {layers} layers: choose {known}")
@@ -106,13 +137,15 @@ def proxy_config(
         "rms_norm_eps": 1e-6,
         "hidden_act": "silu",
         "tie_word_embeddings": False,
-        **_attention(topology),
-        **_experts(routed_experts),
+        **_attention(topology, rank_of),
+        **_experts(routed_experts, 1 if expert_parallel else rank_of),
         "hc_mult": 4,
         "hc_eps": 1e-6,
         "hc_sinkhorn_iters": 20,
         **_draft(topology, routed_experts),
     }
+    if expert_parallel:
+        text[EXPERT_PARALLEL_SIZE] = rank_of
     if engram is not None:
         text |= {
             "engram_layer_ids": list(topology.engram),
@@ -151,15 +184,15 @@ ENGRAM_MAX_NGRAM = 4
 ENGRAM_HEAD_DIM = 256
 
 
-def _attention(topology: Topology) -> dict[str, Any]:
+def _attention(topology: Topology, ranks: int) -> dict[str, Any]:
     return {
-        "num_attention_heads": 64,
+        "num_attention_heads": 64 // ranks,
         "num_key_value_heads": 1,
         "head_dim": 512,
         "qk_rope_head_dim": 64,
         "q_lora_rank": 1280,
         "o_lora_rank": 1024,
-        "o_groups": 8,
+        "o_groups": 8 // ranks,
         "sliding_window": 128,
         "compress_ratios": [*topology.compress_ratios, *(0,) * DRAFT_LAYERS],
         "kv_source_layer_ids": list(topology.kv_sources),
@@ -182,12 +215,12 @@ def _attention(topology: Topology) -> dict[str, Any]:
     }
 
 
-def _experts(routed: int) -> dict[str, Any]:
+def _experts(routed: int, ranks: int) -> dict[str, Any]:
     return {
         "n_routed_experts": routed,
         "n_shared_experts": 1,
         "num_experts_per_tok": 6,
-        "moe_intermediate_size": 2304,
+        "moe_intermediate_size": 2304 // ranks,
         "scoring_func": "sqrtsoftplus",
         "topk_method": "noaux_tc",
         "norm_topk_prob": True,

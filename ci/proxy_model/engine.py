@@ -1,6 +1,10 @@
 """An offline engine on a proxy model, in this process. Needs a GPU."""
 
+import json
+from pathlib import Path
 from typing import Any
+
+from .config import EXPERT_PARALLEL_SIZE
 
 
 def make(
@@ -24,6 +28,11 @@ def make(
             "num_speculative_tokens": query_len - 1,
             "enable_adaptive_verification": False,
         }
+    config = json.loads(Path(model, "config.json").read_text())
+    if EXPERT_PARALLEL_SIZE in config["text_config"]:
+        from .expert_parallel import WORKER
+
+        options["worker_cls"] = WORKER
     decode = {"decode_backend": decode_backend}
     if metadata_graphs is not None:
         decode["metadata_graphs"] = metadata_graphs

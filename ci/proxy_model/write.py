@@ -6,7 +6,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .config import ROUTED_EXPERTS, TOPOLOGIES, proxy_config
+from .config import (
+    ALL_ROUTED_EXPERTS,
+    RANKS,
+    ROUTED_EXPERTS,
+    TOPOLOGIES,
+    proxy_config,
+)
+from .sizes import experts_that_fit, held
+
+# Of a GPU's memory; the rest is for the KV cache, graphs and workspaces.
+SHARE_OF_WEIGHTS = 0.75
 
 
 def write(
@@ -15,6 +25,8 @@ def write(
     routed_experts: int = ROUTED_EXPERTS,
     engram: bool = False,
     tokenizer: bool = True,
+    rank_of: int = 1,
+    expert_parallel: bool = False,
 ) -> None:
     """Write the proxy of ``layers`` layers into ``folder``, made where missing.
 
@@ -26,13 +38,45 @@ def write(
         from .engram import tables as sized
 
         tables = sized(layers)
-    config = proxy_config(layers, routed_experts, tables)
+    config = proxy_config(layers, routed_experts, tables, rank_of, expert_parallel)
     folder.mkdir(parents=True, exist_ok=True)
     if tokenizer or engram:
         from . import tokenizer as made
 
         made.save(folder)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+
+
+def experts_of_rank(
+    layers: int, rank_of: int, expert_parallel: bool, memory: float | None
+) -> int:
+    """How many of the model's experts the proxy of a rank has on a GPU of ``memory``
+    bytes: all, where they fit or ``memory`` is not known.
+
+    Raises ValueError as ``proxy_config`` does, and where too few fit to route.
+    """
+    config = proxy_config(layers, ALL_ROUTED_EXPERTS, None, rank_of, expert_parallel)
+    if memory is None:
+        return ALL_ROUTED_EXPERTS
+    text = config["text_config"]
+    fitting = experts_that_fit(text, memory * SHARE_OF_WEIGHTS)
+    if fitting < 16:
+        raise ValueError(
+            f"a rank of {rank_of} with {layers} layers does not fit this GPU: its "
+            f"weights are {held(text) / 2**30:.0f} GiB"
+        )
+    return fitting
+
+
+def gpu_memory() -> int | None:
+    """Bytes of the first GPU's memory, or None where there is none to ask."""
+    try:
+        from vllm.platforms import current_platform
+    except ImportError:
+        return None
+    if not current_platform.is_cuda():
+        return None
+    return int(current_platform.get_device_total_memory())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,7 +88,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, choices=list(TOPOLOGIES), required=True)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument(
-        "--routed-experts", type=int, default=ROUTED_EXPERTS, metavar="N"
+        "--rank-of",
+        type=int,
+        choices=RANKS,
+        metavar="|".join(map(str, RANKS)),
+        help="the shapes of one rank of so many under tensor parallelism (default: "
+        "the whole model's)",
+    )
+    parser.add_argument(
+        "--expert-parallel",
+        action="store_true",
+        help="with --rank-of: whole experts divided among the ranks, for an engine "
+        "with --worker-cls proxy_model.expert_parallel.Worker",
+    )
+    parser.add_argument(
+        "--routed-experts",
+        type=int,
+        metavar="N",
+        help=f"(default: {ROUTED_EXPERTS}; with --rank-of {ALL_ROUTED_EXPERTS}, or "
+        "what this machine's GPU has the memory for)",
     )
     parser.add_argument(
         "--engram", action="store_true", help="with n-gram tables, 0.8 GB in all"
@@ -56,13 +118,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="the configuration alone: prompts are token ids",
     )
     options = parser.parse_args(arguments)
+    if options.expert_parallel and options.rank_of is None:
+        parser.error("--expert-parallel needs --rank-of")
+    rank_of = options.rank_of or 1
+    experts = options.routed_experts
     try:
+        if experts is None and options.rank_of is not None:
+            experts = experts_of_rank(
+                options.layers, rank_of, options.expert_parallel, gpu_memory()
+            )
+            if experts < ALL_ROUTED_EXPERTS:
+                print(
+                    f"proxy_model.write: {experts} routed experts of "
+                    f"{ALL_ROUTED_EXPERTS}: this GPU's memory does not hold more",
+                    file=sys.stderr,
+                )
         write(
             options.out,
             options.layers,
-            options.routed_experts,
+            ROUTED_EXPERTS if experts is None else experts,
             options.engram,
             options.tokenizer,
+            rank_of,
+            options.expert_parallel,
         )
     except (ValueError, OSError) as error:
         print(f"proxy_model.write: {error}", file=sys.stderr)

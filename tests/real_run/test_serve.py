@@ -90,6 +90,17 @@ def test_a_proxy_has_no_weights(home, layers):
     assert not Path(command[4]).exists()
 
 
+def test_a_proxy_of_one_rank(home):
+    command = dry_run("--proxy", "40", "--rank-of", "8", home=home)
+    assert command[4].endswith("/proxy-40-rank-of-8")
+    assert value_of(command, "--served-model-name") == "dsv41-proxy-40-rank-of-8"
+    assert "--worker-cls" not in command
+    command = dry_run("--proxy=40", "--rank-of=8", "--expert-parallel", home=home)
+    assert command[4].endswith("/proxy-40-rank-of-8-expert-parallel")
+    worker = value_of(command, "--worker-cls")
+    assert worker == "proxy_model.expert_parallel.Worker"
+
+
 @pytest.mark.parametrize(
     "given",
     [
@@ -116,6 +127,15 @@ def test_everything_else_passes_through(home):
     [
         (["--proxy", "7"], "--proxy 7: choose 40 or 8"),
         (["--proxy"], "--proxy needs a value; see --help"),
+        (["--proxy", "8", "--rank-of", "3"], "--rank-of 3: choose 1, 2, 4 or 8"),
+        (
+            ["--proxy", "8", "--expert-parallel"],
+            "--expert-parallel needs --rank-of 2, 4 or 8",
+        ),
+        (
+            ["--rank-of", "8", "m"],
+            "--rank-of and --expert-parallel are a proxy's: give --proxy 40 or 8 too",
+        ),
         ([], "give a model, as for 'vllm serve', or --proxy 40; see --help"),
         (
             ["--proxy", "8", "--python", "/no/such"],
@@ -171,6 +191,20 @@ def test_on_a_gpu_it_writes_the_proxy_and_serves(home, fork):
     # Written again over itself.
     again = serve("--proxy", "8", home=home, PYTHONPATH=str(fork), A_GPU="1")
     assert again.returncode == 0
+
+
+def test_on_a_gpu_it_writes_the_proxy_of_a_rank(home, fork):
+    result = serve(
+        *("--proxy", "8", "--rank-of", "4", "--expert-parallel"),
+        home=home,
+        PYTHONPATH=str(fork),
+        A_GPU="1",
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    model = Path(json.loads(result.stdout)[1])
+    text = json.loads((model / "config.json").read_text())["text_config"]
+    assert (text["num_attention_heads"], text["n_routed_experts"]) == (16, 384)
+    assert text["proxy_expert_parallel_size"] == 4
 
 
 def test_help(home):
