@@ -2,14 +2,22 @@
 # Measure the fork beside the code it replaces. See --help.
 set -euo pipefail
 root=$(cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/.." && pwd)
-case ${1:-} in
-    metadata) shift ;;
+what=${1:-}
+case $what in
+    metadata | step) shift ;;
     -h | --help)
-        echo "usage: bench.sh metadata [options]; options: bench.sh metadata --help"
+        cat <<'TEXT'
+usage: bench.sh metadata|step [options]
+
+  metadata  the metadata build of decode steps, by each way of building it
+  step      decode steps by decode_backend, and the parts of a step
+
+Options: bench.sh metadata --help, bench.sh step --help
+TEXT
         exit
         ;;
     *)
-        echo "bench.sh: say what to measure: bench.sh metadata [options]" >&2
+        echo "bench.sh: say what to measure: bench.sh metadata|step [options]" >&2
         exit 2
         ;;
 esac
@@ -18,4 +26,4 @@ command -v -- "$python" >/dev/null || {
     echo "bench.sh: there is no $python: set PYTHON to the fork's Python" >&2
     exit 1
 }
-PYTHONPATH=$root/ci${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m bench.metadata "$@"
+PYTHONPATH=$root/ci${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m "bench.$what" "$@"

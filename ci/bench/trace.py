@@ -8,7 +8,7 @@ GPU work belongs to the range in which it was launched.
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
@@ -58,10 +58,13 @@ class Cost:
     head: tuple[str, ...]
 
 
-class _Work(NamedTuple):
+class Work(NamedTuple):
+    """One kernel, copy or fill on the GPU, with the grid and block of a kernel."""
+
     start: float
     end: float
     name: str
+    shape: tuple[int, ...] = ()
 
 
 class _Step(NamedTuple):
@@ -70,36 +73,37 @@ class _Step(NamedTuple):
     launch_calls: int
     step_launch_calls: int | None
     # By start.
-    build: list[_Work]
-    forward: list[_Work]
+    build: list[Work]
+    forward: list[Work]
 
 
-def _covered(works: Iterable[_Work]) -> float:
+def covered(works: Iterable[Work]) -> float:
     """Length of the union of the spans of ``works``."""
     total, end = 0.0, float("-inf")
-    for start, stop, _ in sorted(works):
-        total += max(0.0, stop - max(start, end))
-        end = max(end, stop)
+    for work in sorted(works):
+        total += max(0.0, work.end - max(work.start, end))
+        end = max(end, work.end)
     return total
 
 
-class _Launches:
+class Launches:
     """The launches of a trace and the GPU work of each, by time."""
 
     def __init__(self, events: Iterable[dict[str, Any]]) -> None:
         # One launch may show as a runtime call and the driver call within: they
         # share a correlation id.
         launched: dict[int, float] = {}
-        self._work: dict[int, list[_Work]] = defaultdict(list)
+        self._work: dict[int, list[Work]] = defaultdict(list)
         for event in events:
             category, name = event.get("cat"), event.get("name", "")
             if category in _CALLS and name.startswith(_LAUNCHES):
                 correlation, at = event["args"]["correlation"], float(event["ts"])
                 launched[correlation] = min(at, launched.get(correlation, at))
             elif category in _WORK:
-                start = float(event["ts"])
-                self._work[event["args"]["correlation"]].append(
-                    _Work(start, start + event["dur"], name)
+                start, args = float(event["ts"]), event["args"]
+                shape = (*args.get("grid", ()), *args.get("block", ()))
+                self._work[args["correlation"]].append(
+                    Work(start, start + event["dur"], name, shape)
                 )
         self._calls = sorted((at, id_) for id_, at in launched.items())
         self._times = [at for at, _ in self._calls]
@@ -107,7 +111,11 @@ class _Launches:
     def count(self, start: float, end: float) -> int:
         return bisect_left(self._times, end) - bisect_left(self._times, start)
 
-    def work(self, start: float, end: float) -> list[_Work]:
+    def __iter__(self) -> Iterator[tuple[float, list[Work]]]:
+        """The time of each launch, and its work by its own start."""
+        return ((at, sorted(self._work[id_])) for at, id_ in self._calls)
+
+    def work(self, start: float, end: float) -> list[Work]:
         """What was launched from ``start`` to ``end``, by its own start."""
         first, last = bisect_left(self._times, start), bisect_left(self._times, end)
         return sorted(
@@ -130,12 +138,12 @@ def _steps(events: Sequence[dict[str, Any]]) -> dict[str, list[_Step]]:
                 forwards.append((start, start + event["dur"]))
     builds.sort()
     forwards.sort()
-    launches = _Launches(events)
+    launches = Launches(events)
     found: dict[str, list[_Step]] = defaultdict(list)
     for index, (start, end, path) in enumerate(builds):
         next_start = builds[index + 1][0] if index + 1 < len(builds) else None
         following = bisect_left(forwards, (end, end))
-        forward: list[_Work] = []
+        forward: list[Work] = []
         if following < len(forwards) and (
             next_start is None or forwards[following][0] < next_start
         ):
@@ -151,7 +159,7 @@ def _steps(events: Sequence[dict[str, Any]]) -> dict[str, list[_Step]]:
     return found
 
 
-def _begin(forward: Sequence[_Work], head: Sequence[str]) -> int | None:
+def _begin(forward: Sequence[Work], head: Sequence[str]) -> int | None:
     """Where in ``forward`` the work named ``head`` stands, or None."""
     names = [work.name for work in forward] if head else []
     for index in range(len(names)):
@@ -162,7 +170,7 @@ def _begin(forward: Sequence[_Work], head: Sequence[str]) -> int | None:
 
 def _metadata(
     step: _Step, head: Sequence[str] | None
-) -> tuple[list[_Work], float | None]:
+) -> tuple[list[Work], float | None]:
     """The metadata work of a step, and the us from its start to that of the
     forward's own work, which begins with ``head``, or at once without one."""
     begin = 0 if head is None else _begin(step.forward, head)
@@ -196,7 +204,7 @@ def costs(
             builds=len(steps),
             launch_calls=median(step.launch_calls for step in steps),
             step_launch_calls=median(whole) if whole else float("nan"),
-            device_us=median(_covered(work) for work, _ in metadata),
+            device_us=median(covered(work) for work, _ in metadata),
             planner_launches=median(planners) if planners else None,
             gpu_metadata_us=median(delays) if delays else None,
             head=tuple(w.name for w in forwards[0][:HEAD]) if forwards else (),

@@ -72,6 +72,17 @@ def heads(text: Text) -> Iterator[Matrix]:
     yield Matrix("lm_head", text["vocab_size"], text["hidden_size"], Format.BF16)
 
 
+def draft(text: Text) -> Iterator[Matrix]:
+    """What the draft has beside its layers and ``markov_head``."""
+    hidden, inputs = text["hidden_size"], len(text["dspark_target_layer_ids"])
+    yield Matrix("draft", hidden, inputs * hidden, Format.MXFP8)
+
+
+def markov_head(text: Text) -> Matrix:
+    """What a drafted token adds to the logits of the next; whole on every rank."""
+    return Matrix("draft", text["vocab_size"], text["dspark_markov_rank"], Format.BF16)
+
+
 class Routed(NamedTuple):
     """The routed experts of a layer: how many there are, how many of them a token
     has, and how many this rank holds."""
@@ -111,7 +122,9 @@ def held(text: Text) -> float:
     Hopper."""
     count = text["num_hidden_layers"] + text["num_nextn_predict_layers"]
     bytes_of_expert = expert(text, HELD_WIDTH)
-    total = sum(matrix.bytes for matrix in heads(text))
+    total = sum(matrix.bytes for matrix in (*heads(text), *draft(text)))
+    # A table of embeddings and one of logits.
+    total += 2 * markov_head(text).bytes
     for index in range(count):
         total += sum(matrix.bytes for matrix in layer(text, index))
         total += routed(text, index).held * bytes_of_expert

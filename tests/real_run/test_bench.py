@@ -543,8 +543,8 @@ def test_without_a_gpu_it_is_one_line():
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ([], "bench.sh: say what to measure: bench.sh metadata [options]"),
-        (["speed"], "bench.sh: say what to measure: bench.sh metadata [options]"),
+        ([], "bench.sh: say what to measure: bench.sh metadata|step [options]"),
+        (["speed"], "bench.sh: say what to measure: bench.sh metadata|step [options]"),
         (["metadata", "--proxy", "7"], "--proxy 7: choose from [8, 40]"),
         (["metadata", "--batch", "0"], "argument --batch: invalid numbers value: '0'"),
         (["metadata", "--batch", "64"], "the engine serves 32 requests at most"),
