@@ -22,6 +22,7 @@ _MODEL = "vllm.models.deepseek_v41.nvidia.model"
 _V4_MODEL = "vllm.models.deepseek_v4.nvidia.model"
 _ATTENTION = "vllm.models.deepseek_v41.attention"
 _MOE = "vllm.model_executor.layers.fused_moe"
+_HOPPER = "vllm.models.deepseek_v41.nvidia.specialized_decode.hopper"
 # Where each part's launches come from, as ``module:name``. A range within another
 # wins, so that what has no range of its own counts for the one around it.
 SOURCES: dict[str, Part] = {
@@ -46,6 +47,8 @@ SOURCES: dict[str, Part] = {
     "vllm.models.deepseek_v41.compressor:DeepseekCompressor.insert_cache": Part.INDEXER,
     f"{_MOE}.router.gate_linear:GateLinear.forward": Part.ROUTER,
     f"{_MOE}.router.fused_moe_router:FusedMoERouter.select_experts": Part.ROUTER,
+    f"{_HOPPER}.experts:DecodeMoE.route": Part.ROUTER,
+    f"{_HOPPER}.output:OutputProjection.__call__": Part.OUTPUT,
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model": Part.METADATA,
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens": Part.SAMPLING,
     "vllm.v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator.propose": (

@@ -9,7 +9,8 @@
 - ``stock``: the stock decode;
 - ``latency_specialized``: more than the stock decode or a start-up error that
   lists everything that is missing. Where the requirements of upstream's GB300
-  executor hold it is the executor, elsewhere device metadata.
+  executor hold it is the executor, on Hopper device metadata and kernels of our
+  own (``hopper``), elsewhere device metadata.
 
 ``metadata_graphs`` names the best way in which a FULL step may get its metadata;
 a step that it cannot serve falls to a later one of
@@ -21,19 +22,20 @@ a step that it cannot serve falls to a later one of
   of it;
 - ``eager``: upstream's builders run on the host, with nothing of ours.
 
-This module states every requirement of device metadata once, with its reason. They
-all read configuration that the ranks of a TP group share; the verdict is agreed over
-the group all the same, so that no rank can go its own way.
+This module states every requirement once, with its reason. They all read
+configuration that the ranks of a TP group share; the verdict is agreed over the group
+all the same, so that no rank can go its own way.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import IntEnum, StrEnum
+from enum import StrEnum
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from vllm.config import CUDAGraphMode, VllmConfig
+import vllm.envs as envs
+from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
 from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -52,14 +54,6 @@ class MetadataGraphs(StrEnum):
     REPLAY = "replay"
     LAUNCH = "launch"
     EAGER = "eager"
-
-
-class Decode(IntEnum):
-    """The decodes a deployment can get, in the order ranks settle on the lowest."""
-
-    STOCK = 0
-    DEVICE_METADATA = 1
-    EXECUTOR = 2
 
 
 @dataclass(frozen=True)
@@ -148,20 +142,68 @@ DEVICE_METADATA_REQUIREMENTS = (
 )
 
 
+HOPPER = 90
+
+HOPPER_REQUIREMENTS = (
+    Requirement(
+        "FULL CUDA graphs for decode batches",
+        "the kernels serve the steps that replay them",
+        lambda config: (
+            (mode := config.compilation_config.cudagraph_mode) is not None
+            and mode.decode_mode() == CUDAGraphMode.FULL
+        ),
+    ),
+    Requirement(
+        "no torch.compile of the model",
+        "a compiled forward would trace their launches",
+        lambda config: (
+            config.compilation_config.mode != CompilationMode.STOCK_TORCH_COMPILE
+        ),
+    ),
+    Requirement(
+        "no LoRA",
+        "adapters take the place of the layers that the kernels serve",
+        lambda config: config.lora_config is None,
+    ),
+    Requirement(
+        "no micro-batching",
+        "its steps run outside the FULL graphs of whole batches",
+        lambda config: not config.parallel_config.use_ubatching,
+    ),
+    Requirement(
+        "no batch invariance",
+        "the rows of a step choose its kernels",
+        lambda config: not envs.VLLM_BATCH_INVARIANT,
+    ),
+)
+
+
 @dataclass(frozen=True)
 class Deployment:
     """The decode of one process, and what keeps it from a better one.
 
-    ``executor`` holds upstream's executor settings if ``decode`` is EXECUTOR.
+    ``executor`` holds the settings of upstream's executor where that decodes.
     """
 
-    decode: Decode
-    missing: tuple[str, ...] = ()
+    device_metadata: bool = False
+    hopper_kernels: bool = False
     executor: Any = None
+    missing: tuple[str, ...] = ()
 
-    @property
-    def device_metadata(self) -> bool:
-        return self.decode == Decode.DEVICE_METADATA
+    def model_state_cls(self) -> type:
+        """The class of the model state, where upstream's executor does not decode."""
+        from ..model_state import DeepseekV41ModelState
+
+        state: type[DeepseekV41ModelState] = DeepseekV41ModelState
+        if self.device_metadata:
+            from .metadata.model_state import DeepseekV41DeviceMetadataModelState
+
+            state = DeepseekV41DeviceMetadataModelState
+        if self.hopper_kernels:
+            from .hopper.binding import with_kernels
+
+            state = with_kernels(state)
+        return state
 
 
 _Setting = TypeVar("_Setting", bound=StrEnum)
@@ -202,29 +244,51 @@ def requested_metadata_graphs(additional_config: Any) -> MetadataGraphs:
     return _requested(additional_config, "metadata_graphs", MetadataGraphs)
 
 
-def missing_for_device_metadata(vllm_config: VllmConfig) -> tuple[str, ...]:
-    """Every requirement of device metadata that the deployment misses."""
+def _missing(
+    requirements: Sequence[Requirement], vllm_config: VllmConfig
+) -> tuple[str, ...]:
     return tuple(
         f"{requirement.need} ({requirement.reason})"
-        for requirement in DEVICE_METADATA_REQUIREMENTS
+        for requirement in requirements
         if not requirement.met(vllm_config)
     )
 
 
-def _missing_for_executor(vllm_config: VllmConfig) -> list[str]:
+def missing_for_device_metadata(vllm_config: VllmConfig) -> tuple[str, ...]:
+    """Every requirement of device metadata that the deployment misses."""
+    return _missing(DEVICE_METADATA_REQUIREMENTS, vllm_config)
+
+
+def missing_for_hopper_kernels(vllm_config: VllmConfig) -> tuple[str, ...]:
+    """Every requirement of the Hopper kernels that the deployment misses. Where it
+    misses none, the kernels have been compiled."""
+    if not current_platform.is_device_capability(HOPPER):
+        return ("a Hopper (SM90) GPU (the kernels are made of its instructions)",)
+    missing = _missing(HOPPER_REQUIREMENTS, vllm_config)
+    if not missing:
+        from .hopper.kernels import KernelError, kernels
+
+        try:
+            kernels().load()
+        except (KernelError, ImportError) as error:
+            missing = (f"kernels that compile ({error})",)
+    return missing
+
+
+def _missing_for_executor(vllm_config: VllmConfig) -> tuple[str, ...]:
     # Upstream's own list probes NVLink multicast, which only its GPU has.
     if not current_platform.is_device_capability(103):
-        return ["a GB300 (SM103) GPU"]
+        return ("a GB300 (SM103) GPU",)
     from . import unsupported
 
-    return unsupported(vllm_config)
+    return tuple(unsupported(vllm_config))
 
 
-def _agreed(decode: Decode) -> Decode:
-    """The lowest decode over the TP group, which every rank must call."""
-    lowest = torch.tensor([decode], dtype=torch.int32)
-    dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=get_tp_group().cpu_group)
-    return Decode(int(lowest.item()))
+def _agreed(*here: bool) -> tuple[bool, ...]:
+    """What holds on every rank of the TP group, which all must call."""
+    flags = torch.tensor(here, dtype=torch.int32)
+    dist.all_reduce(flags, op=dist.ReduceOp.MIN, group=get_tp_group().cpu_group)
+    return tuple(map(bool, flags.tolist()))
 
 
 def _warn_of_no_effect(metadata_graphs: MetadataGraphs, why: str) -> None:
@@ -238,6 +302,8 @@ def _warn_of_no_effect(metadata_graphs: MetadataGraphs, why: str) -> None:
 def decode_deployment(vllm_config: VllmConfig) -> Deployment:
     """The decode of this deployment; collective over the TP group.
 
+    Where it has Hopper kernels, layers made from now on in this process take them.
+
     Raises ValueError on a bad ``additional_config``, and on every rank when
     ``latency_specialized`` is asked for and a rank cannot have it.
     """
@@ -248,43 +314,52 @@ def decode_deployment(vllm_config: VllmConfig) -> Deployment:
         logger.info_once("DeepSeek-V4.1 decode: stock (decode_backend=stock).")
         if metadata_graphs not in (MetadataGraphs.AUTO, MetadataGraphs.EAGER):
             _warn_of_no_effect(metadata_graphs, "the stock decode builds eagerly")
-        return Deployment(Decode.STOCK)
+        return Deployment()
 
-    missing = missing_for_device_metadata(vllm_config)
-    best = Decode.STOCK if missing else Decode.DEVICE_METADATA
     demanded = backend == DecodeBackend.LATENCY_SPECIALIZED
+    missing = {
+        "device metadata": missing_for_device_metadata(vllm_config),
+        "Hopper kernels": ("decode_backend=latency_specialized",),
+        "upstream's executor": ("decode_backend=latency_specialized",),
+    }
     if demanded:
-        missing_for_executor = _missing_for_executor(vllm_config)
-        if not missing_for_executor:
-            best = Decode.EXECUTOR
-        else:
-            logger.info_once(
-                "DeepSeek-V4.1 decode: without upstream's executor, which needs %s.",
-                "; ".join(missing_for_executor),
-            )
-    decode = _agreed(best)
-    if decode < best:
-        missing = ("another tensor-parallel rank to support it",)
+        missing["Hopper kernels"] = missing_for_hopper_kernels(vllm_config)
+        missing["upstream's executor"] = _missing_for_executor(vllm_config)
+    agreed = _agreed(*(not needs for needs in missing.values()))
+    for (what, needs), everywhere in zip(missing.items(), agreed, strict=True):
+        if not needs and not everywhere:
+            missing[what] = ("another tensor-parallel rank to support it",)
+    device_metadata, hopper_kernels, executor = agreed
 
-    if decode == Decode.EXECUTOR:
+    if executor:
         from . import specialized_decode_config
 
         if metadata_graphs != MetadataGraphs.AUTO:
             _warn_of_no_effect(metadata_graphs, "upstream's executor replays its own")
-        return Deployment(decode, missing, specialized_decode_config(vllm_config))
-    if decode == Decode.DEVICE_METADATA:
-        # The line that says how steps are served follows the CUDA graph capture.
-        return Deployment(decode)
-    if demanded:
+        return Deployment(executor=specialized_decode_config(vllm_config))
+    on_hopper = current_platform.is_device_capability(HOPPER)
+    wanted = "Hopper kernels" if on_hopper else "device metadata"
+    if demanded and missing[wanted]:
         raise ValueError(
-            f"decode_backend=latency_specialized needs {'; '.join(missing)}. Use "
-            "decode_backend=auto to serve without a specialized decode."
+            f"decode_backend=latency_specialized needs {'; '.join(missing[wanted])}. "
+            "Use decode_backend=auto to serve without a specialized decode."
         )
-    logger.info_once(
-        "DeepSeek-V4.1 decode: stock (decode_backend=auto); device metadata needs %s.",
-        "; ".join(missing),
+    for what, needs in missing.items():
+        # What no one asked for, or no such GPU can have, is not missed.
+        if needs and (what == "device metadata" or (demanded and not on_hopper)):
+            logger.info_once(
+                "DeepSeek-V4.1 decode: without %s, which needs %s.",
+                what,
+                "; ".join(needs),
+            )
+    if hopper_kernels:
+        from .hopper.linear import prefer_hopper_kernel
+
+        prefer_hopper_kernel()
+    # The lines that say what is served how follow the loading and the capture.
+    return Deployment(
+        device_metadata, hopper_kernels, missing=missing["device metadata"]
     )
-    return Deployment(decode, missing)
 
 
 def describe_platform() -> str:
@@ -292,14 +367,14 @@ def describe_platform() -> str:
     ours = "device metadata under decode_backend=auto"
     if not current_platform.is_cuda():
         return (
-            f"no NVIDIA GPU here; with one, {ours} and latency_specialized, and "
-            "upstream's executor under the latter on a GB300"
+            f"no NVIDIA GPU here; with one, {ours} and latency_specialized, and under "
+            "the latter Hopper kernels on a Hopper, upstream's executor on a GB300"
         )
-    demanded = (
-        "upstream's executor"
-        if current_platform.is_device_capability(103)
-        else "the same"
-    )
+    demanded = "the same"
+    if current_platform.is_device_capability(HOPPER):
+        demanded = "Hopper kernels too"
+    elif current_platform.is_device_capability(103):
+        demanded = "upstream's executor"
     return (
         f"{current_platform.get_device_name()}: {ours}, {demanded} under "
         "latency_specialized"
