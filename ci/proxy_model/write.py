@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from .config import (
@@ -71,7 +72,9 @@ def experts_of_rank(
 def gpu_memory() -> int | None:
     """Bytes of the first GPU's memory, or None where there is none to ask."""
     try:
-        from vllm.platforms import current_platform
+        # vLLM logs to standard output, as it is when the logger is made.
+        with redirect_stdout(sys.stderr):
+            from vllm.platforms import current_platform
     except ImportError:
         return None
     if not current_platform.is_cuda():

@@ -164,7 +164,15 @@ def test_a_draft_is_a_draft_whatever_it_runs():
     built.range(Part.QUERY.range, 30, 50)
     built.launch(40, ("a", 200, 201))
     built.launch(90, ("b", 202, 203))
-    assert of(built).parts(works(("a",), ("b",))) == [Part.DRAFT, Part.SAMPLING]
+    # After it, with no launch in between.
+    built.range(Part.DRAFT.range, 200, 210)
+    built.range(Part.METADATA.range, 220, 240)
+    built.launch(230, ("c", 204, 205))
+    assert of(built).parts(works(("a",), ("b",), ("c",))) == [
+        Part.DRAFT,
+        Part.SAMPLING,
+        Part.METADATA,
+    ]
 
 
 # A small step of 90 us: metadata, a graph of two layers, lm_head, sampling.
@@ -705,7 +713,7 @@ def test_the_table():
 def test_the_table_of_many_kernels_stays_short():
     others = tuple(record.OtherRecord(f"k{i}" * 50, 1, 9.0 - i) for i in range(8))
     text = record.table(record.Results((a_record(other=others, untold_launches=3.0),)))
-    assert "and 3 more" in text
+    assert "and 5 more" in text
     assert "stock: the part of 3 launches of the forward graph cannot be told" in text
     assert max(map(len, text.splitlines())) < 300
 

@@ -212,7 +212,7 @@ def case_of(record: StepRecord | LeftOut) -> Case:
 
 
 # In the text; the JSON has all.
-NAMES_SHOWN = 5
+NAMES_SHOWN = 3
 
 
 def table(results: Results) -> str:
@@ -290,7 +290,7 @@ def _parts(records: Sequence[StepRecord]) -> str:
                 f"{record.path}: the part of {record.untold_launches:.0f} launches of "
                 "the forward graph cannot be told; they are under other"
             )
-        names = [f"{o.name[:40]} {o.us:.1f}" for o in record.other[:NAMES_SHOWN]]
+        names = [f"{o.name[:32]} {o.us:.1f}" for o in record.other[:NAMES_SHOWN]]
         if len(record.other) > NAMES_SHOWN:
             names.append(f"and {len(record.other) - NAMES_SHOWN} more")
         if names:

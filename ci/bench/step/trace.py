@@ -39,19 +39,24 @@ def _innermost(
 ) -> Iterator[tuple[float, str | None, list[Work]]]:
     """Each launch: its time, the name of the innermost range around it, its work.
     Within a draft's range that is the range, whatever the draft model runs."""
+    # Ranges are nested: what has ended within an open one lies above it.
     opened: list[_Range] = []
     following = iter([*ranges, _Range(float("inf"), float("inf"), "")])
     upcoming = next(following)
     for at, works in launches:
         while upcoming.start <= at:
+            _close(opened, upcoming.start)
             opened.append(upcoming)
             upcoming = next(following)
-        # Ranges are nested: what has ended within an open one lies above it.
-        while opened and opened[-1].end < at:
-            opened.pop()
+        _close(opened, at)
         draft = next((r for r in opened if r.name == Part.DRAFT.range), None)
         innermost = draft or (opened[-1] if opened else None)
         yield at, innermost.name if innermost else None, works
+
+
+def _close(opened: list[_Range], at: float) -> None:
+    while opened and opened[-1].end < at:
+        opened.pop()
 
 
 def _part(name: str | None) -> Part:
