@@ -1,5 +1,6 @@
 """The step bench where it needs no GPU: traces, bytes, tables, plots, turns."""
 
+import ast
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import schemas
 import torch
+import vllm
 from bench.step import __main__ as step
 from bench.step import engine, ranges, reads, record, trace
 from bench.step.parts import Part
@@ -278,6 +280,17 @@ def test_ranges_are_found_in_a_real_profile():
 def test_what_is_marked_is_still_there(source):
     owner, name = ranges.find(source)
     assert callable(vars(owner)[name])
+
+
+@pytest.mark.parametrize("source", ranges.HOPPER)
+def test_our_own_is_still_there(source):
+    """By its text: what compiles it is not on every machine."""
+    module, _, path = source.partition(":")
+    tree = Path(vllm.__file__).parents[1]
+    owner, name = path.split(".")
+    parsed = ast.parse((tree / f"{module.replace('.', '/')}.py").read_text())
+    (cls,) = (n for n in parsed.body if getattr(n, "name", None) == owner)
+    assert name in {getattr(n, "name", None) for n in cls.body}
 
 
 def test_upstreams_classes_are_taken_hold_of():
@@ -617,6 +630,17 @@ def test_speeds_and_percentages():
         "other",
         *[None] * 3,
     )
+
+
+def test_the_bytes_of_a_fused_part_are_not_lost():
+    apart = {p: trace.PartTime(1, 2, 2, 2) for p in (Part.EXPERTS, Part.ROUTER)}
+    has_to = {Part.EXPERTS: 6e6, Part.ROUTER: 4e6, Part.SHARED_EXPERT: 1e6}
+    router, experts = record.part_records(trace.StepTime(apart), has_to, 4000)
+    assert (router.bytes, experts.bytes) == (4e6, 7e6)
+    assert experts.gb_per_s == pytest.approx(3500)
+    both = dict.fromkeys([*apart, Part.SHARED_EXPERT], trace.PartTime(1, 2, 2, 2))
+    rows = record.part_records(trace.StepTime(both), has_to, 4000)
+    assert [row.bytes for row in rows] == [4e6, 6e6, 1e6]
 
 
 def a_record(**changes) -> record.StepRecord:

@@ -36,6 +36,9 @@ The table of a batch size has a row for each part of a step, and for each path
   n       how many they are
   % copy  the speed at which they read what they have to (column MB), of that of a
           copy on this GPU in this run
+A launch that starts before the one ahead of it ends waits within its own time: then
+span tells what it costs, busy does not. The bytes of a shared expert or a router
+without launches of its own count for the experts.
 What has to be read is each weight once, of the experts those that the tokens are
 expected to choose, and each record of the KV cache once. The bound is the time to
 read all of it. The proxy of one rank leaves out the all-reduces, and its embedding

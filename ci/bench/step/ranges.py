@@ -8,7 +8,7 @@ launch by launch just before it is captured, on the path that the capture takes.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from importlib import import_module
 from typing import Any
@@ -21,8 +21,8 @@ from .parts import Part
 _MODEL = "vllm.models.deepseek_v41.nvidia.model"
 _V4_MODEL = "vllm.models.deepseek_v4.nvidia.model"
 _ATTENTION = "vllm.models.deepseek_v41.attention"
-_MOE = "vllm.model_executor.layers.fused_moe"
 _HOPPER = "vllm.models.deepseek_v41.nvidia.specialized_decode.hopper"
+_MOE = "vllm.model_executor.layers.fused_moe"
 # Where each part's launches come from, as ``module:name``. A range within another
 # wins, so that what has no range of its own counts for the one around it.
 SOURCES: dict[str, Part] = {
@@ -36,6 +36,7 @@ SOURCES: dict[str, Part] = {
     f"{_V4_MODEL}:DeepseekV4MLP.forward": Part.SHARED_EXPERT,
     f"{_MODEL}:DeepseekV41LLMForCausalLM.compute_logits": Part.LM_HEAD,
     f"{_ATTENTION}:DeepseekV4Attention.forward": Part.QUERY,
+    f"{_ATTENTION}:DeepseekV4Attention._wo_b_proj": Part.OUTPUT,
     f"{_ATTENTION}:DeepseekV4Indexer.forward": Part.INDEXER,
     "vllm.model_executor.layers.sparse_attn_indexer:SparseAttnIndexer.forward_cuda": (
         Part.INDEXER
@@ -47,13 +48,17 @@ SOURCES: dict[str, Part] = {
     "vllm.models.deepseek_v41.compressor:DeepseekCompressor.insert_cache": Part.INDEXER,
     f"{_MOE}.router.gate_linear:GateLinear.forward": Part.ROUTER,
     f"{_MOE}.router.fused_moe_router:FusedMoERouter.select_experts": Part.ROUTER,
-    f"{_HOPPER}.experts:DecodeMoE.route": Part.ROUTER,
-    f"{_HOPPER}.output:OutputProjection.__call__": Part.OUTPUT,
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model": Part.METADATA,
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens": Part.SAMPLING,
     "vllm.v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator.propose": (
         Part.DRAFT
     ),
+}
+# Our own, which take the place of a layer's method; not to be had on a machine that
+# cannot compile them.
+HOPPER: dict[str, Part] = {
+    f"{_HOPPER}.experts:DecodeMoE.route": Part.ROUTER,
+    f"{_HOPPER}.output:OutputProjection.__call__": Part.OUTPUT,
 }
 # Methods of every attention of ``_ATTENTION``; each platform has a class of its own.
 ATTENTIONS: dict[str, Part] = {
@@ -85,13 +90,15 @@ class Ranges:
         return self.mark(part.range, function)
 
     def install(self) -> None:
-        """Wrap all of ``SOURCES``; call before the engine is made.
+        """Wrap all that is named above; call before the engine is made.
 
         Raises AttributeError or ImportError where upstream's code has moved.
         """
         for source, part in SOURCES.items():
-            owner, name = find(source)
-            self._wrap(owner, name, part)
+            self._wrap(*find(source), part)
+        for source, part in HOPPER.items():
+            with suppress(ModuleNotFoundError):
+                self._wrap(*find(source), part)
         attention = import_module(_ATTENTION)
         for owner in subclasses(attention.DeepseekV4Attention):
             for name, part in ATTENTIONS.items():

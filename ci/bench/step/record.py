@@ -121,7 +121,14 @@ class Results:
 def part_records(
     time: StepTime, reads: dict[Part, float], copy_gb_per_s: float
 ) -> tuple[PartRecord, ...]:
-    """The rows of a step, in the order of ``Part``."""
+    """The rows of a step, in the order of ``Part``.
+
+    What a part has to read counts for the experts where those launches read it too.
+    """
+    reads = dict(reads)
+    for part in (Part.ROUTER, Part.SHARED_EXPERT):
+        if part not in time.parts and Part.EXPERTS in time.parts and part in reads:
+            reads[Part.EXPERTS] = reads.get(Part.EXPERTS, 0.0) + reads.pop(part)
     rows = []
     for part in Part:
         if (row := time.parts.get(part)) is None:
