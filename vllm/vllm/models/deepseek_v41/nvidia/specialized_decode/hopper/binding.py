@@ -59,8 +59,8 @@ def bind_kernels(vllm_config: VllmConfig) -> None:
 def with_kernels(
     model_state_cls: type[DeepseekV41ModelState],
 ) -> type[DeepseekV41ModelState]:
-    """The model state of ``model_state_cls`` that binds the kernels: the runner makes
-    it when it has loaded all weights."""
+    """The model state of ``model_state_cls`` that binds the kernels: the runner makes it
+    when it has loaded all weights."""
 
     class HopperModelState(model_state_cls):
         def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:

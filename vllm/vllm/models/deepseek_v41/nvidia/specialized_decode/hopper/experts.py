@@ -1,21 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The MoE of decode steps: router, routed and shared experts, their sum.
 
-Four launches stand for upstream's fourteen: the router's logits, the experts' two
-halves, of which the first chooses the experts, and the sum. Above
-``ops.MAX_CHOSEN_ROWS`` rows, or where a router has more to say, upstream's own choice
-is a fifth.
+Five launches stand for upstream's fourteen: the router's logits, upstream's own choice
+of experts (it knows image tokens and padding), both halves of the experts, the sum.
 """
 
 import math
 
 import torch
 from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
-from vllm.model_executor.layers.fused_moe.router.fused_moe_router import FusedMoERouter
-from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import (
-    FusedTopKBiasRouter,
-    _get_padding_mask,
-)
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4MoEMethod
 
@@ -65,11 +58,8 @@ def _fused_shared(
     mlp = shared._layer
     layers = (mlp.gate_up_proj, mlp.down_proj)
     if layers[1].input_size_per_partition != intermediate or not all(
-        isinstance(
-            kernel := getattr(layer.quant_method, "kernel", None),
-            HopperMxfp8LinearKernel,
-        )
-        and kernel.serves
+        isinstance(kernel := getattr(layer.quant_method, "kernel", None),
+                   HopperMxfp8LinearKernel) and kernel.serves
         for layer in layers
     ):
         return None
@@ -87,8 +77,6 @@ class DecodeMoE:
         config = runner.moe_config
         intermediate = config.intermediate_size_per_partition_unpadded
         limit = config.swiglu_limit
-        # Marlin was faster at more rows of wide experts, on an H200.
-        self._max_rows = 64 if intermediate <= 1152 else 16
         self._shared = _fused_shared(runner, intermediate)
         self._experts = ops.Experts(
             experts.w13_weight,
@@ -118,17 +106,18 @@ class DecodeMoE:
         group as upstream would; the router runs here, as in upstream's runner."""
         if (
             shared_experts_input is not None
-            or hidden_states.shape[0] > self._max_rows
             or not is_row_major(hidden_states)
             or not in_small_decode_graph(hidden_states)
         ):
             return self._stock(
                 hidden_states, router_logits, input_ids, shared_experts_input
             )
-        routing = self.route(hidden_states, input_ids)
-        act = self._experts.gate_up(hidden_states, routing)
+        topk_weights, topk_ids = self.route(hidden_states, input_ids)
+        act = self._experts.gate_up(hidden_states, topk_ids)
         runner = self._runner
-        out = self._experts.down(act, routing, runner.routed_scaling_factor)
+        out = self._experts.down(
+            act, topk_ids, topk_weights, runner.routed_scaling_factor
+        )
         shared = runner.shared_experts
         if shared is not None and self._shared is None:
             out += shared._layer(hidden_states)
@@ -136,47 +125,17 @@ class DecodeMoE:
 
     def route(
         self, hidden_states: torch.Tensor, input_ids: torch.Tensor | None
-    ) -> ops.Routing:
-        """The experts of each row of ``hidden_states`` [M, hidden], or their choice."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights [M, topk] float32 and experts [M, topk] int32 of each row, negative
+        for padding."""
         runner = self._runner
         assert runner.gate is not None
         logits = ops.grouped_linear_bf16(
             hidden_states.unsqueeze(1), runner.gate.weight.unsqueeze(0), torch.float32
         ).squeeze(1)
-        router = runner.router
-        if hidden_states.shape[0] <= ops.MAX_CHOSEN_ROWS and _chooses_plainly(router):
-            assert router.e_score_correction_bias is not None
-            return ops.Routing.by(
-                ops.Choice(
-                    logits,
-                    router.top_k,
-                    router.e_score_correction_bias,
-                    router.routed_scaling_factor,
-                    router.bias_vl if router.image_sentinel_lo > 0 else None,
-                    input_ids,
-                    router.image_sentinel_lo,
-                    _get_padding_mask(logits.shape[0]),
-                )
-            )
-        weights, ids = router.select_experts(
+        return runner.router.select_experts(
             hidden_states=hidden_states,
             router_logits=logits,
             topk_indices_dtype=torch.int32,
             input_ids=input_ids,
         )
-        return ops.Routing(ids, weights)
-
-
-def _chooses_plainly(router: FusedMoERouter) -> bool:
-    """Whether ``ops.Choice`` is all that a router does. No one must be watching it."""
-    return (
-        type(router) is FusedTopKBiasRouter
-        and router.scoring_func == "sqrtsoftplus"
-        and router.renormalize
-        and router.e_score_correction_bias is not None
-        and router._hash_indices_table is None
-        and router.num_fused_shared_experts == 0
-        and router.eplb_state is None
-        and router.capture_fn is None
-        and router._routing_replay_out is None
-    )

@@ -593,26 +593,13 @@ DEVICE void linear_mxfp8(const LinearArgs& args) {
 //
 // out [M, groups, N] = x [M, groups, K] weights^T, weights [groups, N, K] row-major;
 // out in bf16 or float32. Grid: (cluster * N / 16, ceil(M / (8 * kColumns)), groups).
-//
-// Where there is a cache of cosines and sines, K is of heads of `head_dim`, and the pairs
-// of neighbours from `rope_at` on are turned back by the row's position first.
 
 struct GroupedLinearArgs {
   void* out;
   const u16* x;
   const u16* weights;
-  const long long* positions;  // [M]
-  const float* cos_sin;        // [positions, cosines then sines], or null
   int rows, n, k, x_stride, x_group_stride, out_stride, out_group_stride, out_is_float;
-  int head_dim, rope_at;
 };
-
-// Two bf16 at an angle that they are to be turned back by, rounded as a kernel of its own
-// would.
-DEVICE u32 turn_back(u32 pair, float cosine, float sine) {
-  const float even = __uint_as_float(pair << 16), odd = __uint_as_float(pair & 0xffff0000u);
-  return pack_bf16x2(even * cosine + odd * sine, odd * cosine - even * sine);
-}
 
 template <int kColumns>
 DEVICE void linear_bf16(const GroupedLinearArgs& args) {
@@ -662,14 +649,6 @@ DEVICE void linear_bf16(const GroupedLinearArgs& args) {
                           8 * (lane % 4)
                     : nullptr;
   }
-  const float* angles[kColumns];
-#pragma unroll
-  for (int column = 0; column < kColumns; column++)
-    angles[column] =
-        args.cos_sin && x[column]
-            ? args.cos_sin + args.positions[row0 + 8 * column + lane / 4] *
-                                 (args.head_dim - args.rope_at)
-            : nullptr;
   float sums[kColumns][4] = {};
   auto multiply = [&](int first, const uint4(&top)[kAhead], const uint4(&bottom)[kAhead]) {
     uint4 columns[kAhead][kColumns];
@@ -680,26 +659,6 @@ DEVICE void linear_bf16(const GroupedLinearArgs& args) {
         columns[i][column] = x[column] && first + i < count
                                  ? load_vector(x[column] + (worker + (first + i) * workers) * 32)
                                  : make_uint4(0, 0, 0, 0);
-    if (args.cos_sin) {
-#pragma unroll
-      for (int i = 0; i < kAhead; i++) {
-        const int at = (worker + (first + i) * workers) * 32 % args.head_dim - args.rope_at;
-        if (at < 0) continue;
-        const int pair = (at + 8 * (lane % 4)) / 2;
-#pragma unroll
-        for (int column = 0; column < kColumns; column++) {
-          if (!angles[column]) continue;
-          const float4 cosines = *reinterpret_cast<const float4*>(angles[column] + pair);
-          const float4 sines = *reinterpret_cast<const float4*>(
-              angles[column] + (args.head_dim - args.rope_at) / 2 + pair);
-          uint4& four = columns[i][column];
-          four.x = turn_back(four.x, cosines.x, sines.x);
-          four.y = turn_back(four.y, cosines.y, sines.y);
-          four.z = turn_back(four.z, cosines.z, sines.z);
-          four.w = turn_back(four.w, cosines.w, sines.w);
-        }
-      }
-    }
 #pragma unroll
     for (int i = 0; i < kAhead; i++) {
       const u32 a[4] = {top[i].x, bottom[i].x, top[i].y, bottom[i].y};
@@ -760,87 +719,10 @@ struct ExpertMatrices {
 };
 
 struct Routing {
-  int* expert_of;           // [pairs] global expert, negative where there is none
-  float* pair_weights;      // [pairs]
+  const int* expert_of;     // [pairs] global expert, negative where there is none
   const int* local_expert;  // [experts] its place here, negative where not; or null
   int num_pairs, topk, rows;
-  // Where there are logits, the experts of up to kWarps rows are chosen by them, and
-  // expert_of and pair_weights are outputs of experts_gate_up.
-  const float* logits;      // [rows, experts] or null
-  const float* bias;        // [experts], of the choice alone
-  const float* image_bias;  // [experts], instead of it for image tokens, or null
-  const void* tokens;       // [rows] int32 or int64
-  const u8* is_padding;     // [rows] or null
-  int experts, tokens_are_long, image_token;
-  float weight_scale;
 };
-
-constexpr int kMaxExpertsOfLane = 16;
-constexpr int kImageTokens = 5;
-
-// The experts of a row, by one warp: the topk largest of sqrt(softplus(logit)) + bias, the
-// first of equals; their weights sqrt(softplus(logit)) over their sum.
-DEVICE void choose_experts(const Routing& routing, int row, int* ids, float* weights) {
-  const int lane = threadIdx.x % 32;
-  const float* bias = routing.bias;
-  if (routing.image_bias) {
-    const long long token =
-        routing.tokens_are_long
-            ? static_cast<const long long*>(routing.tokens)[row]
-            : static_cast<long long>(static_cast<const int*>(routing.tokens)[row]);
-    if (token >= routing.image_token && token < routing.image_token + kImageTokens)
-      bias = routing.image_bias;
-  }
-  const bool is_padding = routing.is_padding && routing.is_padding[row];
-  float values[kMaxExpertsOfLane];
-  u32 keys[kMaxExpertsOfLane];  // ordered as the scores, 0 for none
-#pragma unroll
-  for (int i = 0; i < kMaxExpertsOfLane; i++) {
-    const int expert = 32 * i + lane;
-    values[i] = 0.f;
-    keys[i] = 0;
-    if (expert < routing.experts) {
-      const float logit =
-          load_float(routing.logits + static_cast<u64>(row) * routing.experts + expert);
-      values[i] = sqrtf(logit > 20.f ? logit : __logf(1.f + __expf(logit)));
-      float score = values[i] + bias[expert];
-      score = score == score ? score : -1e30f;
-      const u32 bits = __float_as_uint(score);
-      keys[i] = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-    }
-  }
-  float sum = 0.f, mine = 0.f;
-  int my_id = 0;
-  for (int choice = 0; choice < routing.topk; choice++) {
-    u32 best = 0;
-#pragma unroll
-    for (int i = 0; i < kMaxExpertsOfLane; i++) best = max(best, keys[i]);
-    best = __reduce_max_sync(~0u, best);
-    u32 expert = ~0u;
-#pragma unroll
-    for (int i = kMaxExpertsOfLane - 1; i >= 0; i--)
-      if (keys[i] == best) expert = 32 * i + lane;
-    expert = __reduce_min_sync(~0u, expert);
-    float value = 0.f;
-#pragma unroll
-    for (int i = 0; i < kMaxExpertsOfLane; i++) {
-      if (32 * i + lane == expert) {
-        value = values[i];
-        keys[i] = 0;
-      }
-    }
-    value = __shfl_sync(~0u, value, expert % 32);
-    sum += value;
-    if (lane == choice) {
-      mine = value;
-      my_id = static_cast<int>(expert);
-    }
-  }
-  if (lane < routing.topk) {
-    ids[lane] = is_padding ? -1 : my_id;
-    weights[lane] = is_padding ? 0.f : mine * (routing.weight_scale / (sum > 0.f ? sum : 1.f));
-  }
-}
 
 // The place of an expert here, or -1.
 DEVICE int local_expert(const Routing& routing, int expert) {
@@ -858,53 +740,38 @@ DEVICE Expert routed_expert(const ExpertMatrices& matrices, int expert) {
 // The visits of a step, in shared memory. `ids` and so on are of routed pairs.
 struct Visits {
   int* ids;        // [pairs]
-  float* weights;  // [pairs], where they are chosen here
   int* experts;    // [visits] local
   u16* members;    // [visits, kMembers] pairs
   u8* num_members;
   int num_pairs, rows, topk;
   int routed = 0, shared;
 
-  static constexpr int kPairBytes = 4 + 4 + 4 + 2 * kMembers + 4;
+  static constexpr int kPairBytes = 4 + 4 + 2 * kMembers + 4;
   DEVICE Visits(u8* space, const Routing& routing, bool has_shared)
       : num_pairs(routing.num_pairs),
         rows(routing.rows),
         topk(routing.topk),
         shared(has_shared ? (routing.rows + kMembers - 1) / kMembers : 0) {
     ids = reinterpret_cast<int*>(space);
-    weights = reinterpret_cast<float*>(ids + num_pairs);
-    experts = reinterpret_cast<int*>(weights + num_pairs);
+    experts = ids + num_pairs;
     members = reinterpret_cast<u16*>(experts + num_pairs);
     num_members = reinterpret_cast<u8*>(members + kMembers * num_pairs);
   }
-  // By all threads of the block, once the routing is there, or the logits.
+  // By all threads of the block, once the routing is there.
   DEVICE void find(const Routing& routing, int* counts) {
-    const int warp = threadIdx.x / 32;
-    if (routing.logits) {
-      if (warp < rows) choose_experts(routing, warp, ids + warp * topk, weights + warp * topk);
-    } else {
-      for (int pair = threadIdx.x; pair < num_pairs; pair += kThreads)
-        ids[pair] = static_cast<int>(load_word(routing.expert_of + pair));
-    }
-    __syncthreads();
     if (num_pairs <= 32 && rows <= kMembers)
       find_few(routing, counts);
     else
       find_many(routing, counts);
-  }
-  // What was chosen, for the kernels to come.
-  DEVICE void publish(const Routing& routing) const {
-    if (routing.logits && threadIdx.x < num_pairs) {
-      routing.expert_of[threadIdx.x] = ids[threadIdx.x];
-      routing.pair_weights[threadIdx.x] = weights[threadIdx.x];
-    }
   }
   // One warp sees all pairs at once. No row chooses an expert twice, so an expert has at
   // most kMembers of them.
   DEVICE void find_few(const Routing& routing, int* counts) {
     const int lane = threadIdx.x % 32;
     if (threadIdx.x < 32) {
-      const int expert = local_expert(routing, lane < num_pairs ? ids[lane] : -1);
+      const int id =
+          lane < num_pairs ? static_cast<int>(load_word(routing.expert_of + lane)) : -1;
+      const int expert = local_expert(routing, id);
       u32 same = __match_any_sync(~0u, expert < 0 ? -1 - lane : expert);
       const u32 earlier = (1u << lane) - 1;
       const bool is_head = expert >= 0 && !(same & earlier);
@@ -916,13 +783,16 @@ struct Visits {
         for (int index = 0; same; index++, same &= same - 1)
           members[at * kMembers + index] = static_cast<u16>(__ffs(same) - 1);
       }
-      if (lane == 0) counts[0] = __popc(heads);
+      counts[0] = __popc(heads);
     }
     __syncthreads();
     routed = counts[0];
   }
   DEVICE void find_many(const Routing& routing, int* counts) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int pair = threadIdx.x; pair < num_pairs; pair += kThreads)
+      ids[pair] = static_cast<int>(load_word(routing.expert_of + pair));
+    __syncthreads();
     for (int first = 0; first < num_pairs; first += kThreads) {
       const int pair = first + threadIdx.x;
       const int id = pair < num_pairs ? ids[pair] : -1;
@@ -1170,7 +1040,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
                      let_next_kernel_start();
                      exchange.begin();
                      visits.find(args.routing, counts);
-                     if (blockIdx.x == 0) visits.publish(args.routing);
                    });
   // The routed items go on round the clusters where the shared expert's ended.
   gate_up_items<4>(args, visits, ring, barriers[1] + warp * kMaxDepth, parts, exchange,
@@ -1333,8 +1202,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
   u8* ring = space + warp * kDownRing;
   let_next_kernel_start();
 
-  // The routing, or the logits, is there: the kernel before this one let it start after
-  // having waited for them.
+  // The routing is there: the kernel before this one let it start after waiting for it.
   visits.find(args.routing, counts);
   const int columns = args.w2.n / kTileRows * args.chunks;
   const int workers = gridDim.x * kWarps, worker = warp * gridDim.x + blockIdx.x;
@@ -1353,6 +1221,7 @@ struct SumArgs {
   Routing routing;
   u16* out;
   const float* parts;
+  const float* pair_weights;  // [pairs]
   int n, chunks, has_shared;
   float scale;
 };
@@ -1375,7 +1244,7 @@ extern "C" __global__ void __launch_bounds__(kSumThreads)
     const int pair = row * routing.topk + choice;
     experts[choice] =
         is_there ? static_cast<int>(load_word(routing.expert_of + pair)) : -1;
-    weights[choice] = is_there ? args.scale * load_float(routing.pair_weights + pair) : 0.f;
+    weights[choice] = is_there ? args.scale * load_float(args.pair_weights + pair) : 0.f;
   }
 #pragma unroll
   for (int choice = 0; choice < kMaxChoices; choice++)

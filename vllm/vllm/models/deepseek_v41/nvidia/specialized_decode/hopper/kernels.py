@@ -29,11 +29,7 @@ ARCHITECTURE = "sm_90a"
 OPTIONS = (f"--gpu-architecture={ARCHITECTURE}", "--std=c++17")
 
 NAMES = (
-    *(
-        f"linear_{kind}_{columns}"
-        for kind in ("mxfp8", "bf16")
-        for columns in (1, 2, 4)
-    ),
+    *(f"linear_{kind}_{columns}" for kind in ("mxfp8", "bf16") for columns in (1, 2, 4)),
     "experts_gate_up",
     "experts_down",
     "experts_sum",
@@ -41,9 +37,6 @@ NAMES = (
 
 # Shared memory that one block may have, in bytes (SM90).
 MAX_SHARED_BYTES = 227 * 1024
-
-
-SPREAD = driver.CUclusterSchedulingPolicy.CU_CLUSTER_SCHEDULING_POLICY_SPREAD
 
 
 class KernelError(RuntimeError):
@@ -162,16 +155,10 @@ class Kernels:
         attributes = [early]
         if cluster > 1:
             clusters = driver.CUlaunchAttribute()
-            clusters.id = (
-                driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            )
+            clusters.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
             dimension = clusters.value.clusterDim
             dimension.x, dimension.y, dimension.z = cluster, 1, 1
             attributes.append(clusters)
-            policy = driver.CUlaunchAttribute()
-            policy.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE  # noqa: E501
-            policy.value.clusterSchedulingPolicyPreference = SPREAD
-            attributes.append(policy)
         config.attrs = attributes
         config.numAttrs = len(attributes)
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))

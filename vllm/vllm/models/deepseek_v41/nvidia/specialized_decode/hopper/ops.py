@@ -30,7 +30,7 @@ _ROWS_BYTES = 8 * GROUP * 2
 _MXFP8_GROUP = 2 * 1024 + TILE_ROWS
 _MXFP4_GROUP = 2 * 512 + TILE_ROWS
 # What a block remembers of each pair.
-_PAIR_BYTES = 32
+_PAIR_BYTES = 28
 _DOWN_GROUPS = 3
 
 
@@ -55,15 +55,10 @@ def linear_split(rows: int, n: int, k: int) -> int:
 
 
 def linear_is_faster(rows: int, n: int, k: int) -> bool:
-    """Whether ``linear_mxfp8`` was faster than Marlin on an H200, by the shapes of
-    ranks of 1, 2, 4 and 8: the more rows, the narrower a layer must be."""
-    if rows <= 8:
-        return k <= 8192
-    if rows <= 16:
-        return n * k <= 12_000_000 or k <= 1280
-    if rows <= 32:
-        return n * k <= 12_000_000 and n <= 5120
-    return n * k <= 9_500_000 and n <= 4096
+    """Whether ``linear_mxfp8`` was faster than Marlin on an H200: not where blocks of 32
+    rows of a narrow layer come in two waves."""
+    blocks = n // TILE_ROWS * -(-rows // 32)
+    return rows <= 32 or blocks <= _SMS
 
 
 class _LinearArgs(ctypes.Structure):
@@ -131,8 +126,6 @@ class _GroupedLinearArgs(ctypes.Structure):
         ("out", ctypes.c_void_p),
         ("x", ctypes.c_void_p),
         ("weights", ctypes.c_void_p),
-        ("positions", ctypes.c_void_p),
-        ("cos_sin", ctypes.c_void_p),
         ("rows", ctypes.c_int),
         ("n", ctypes.c_int),
         ("k", ctypes.c_int),
@@ -141,39 +134,20 @@ class _GroupedLinearArgs(ctypes.Structure):
         ("out_stride", ctypes.c_int),
         ("out_group_stride", ctypes.c_int),
         ("out_is_float", ctypes.c_int),
-        ("head_dim", ctypes.c_int),
-        ("rope_at", ctypes.c_int),
     ]
-
-
-@dataclass(frozen=True)
-class InverseRope:
-    """Turns the last dimensions of each head back by the row's position.
-
-    ``positions`` [M] int64; ``cos_sin`` [positions, R] float32, R / 2 cosines and then
-    as many sines; of each ``head_dim`` values the last R are R / 2 pairs of neighbours.
-    Whole 32s both, and R / 2 in whole 4s.
-    """
-
-    positions: torch.Tensor
-    cos_sin: torch.Tensor
-    head_dim: int
 
 
 def grouped_linear_bf16(
     x: torch.Tensor,
     weight: torch.Tensor,
     out_dtype: torch.dtype = torch.bfloat16,
-    inverse_rope: InverseRope | None = None,
     split: int | None = None,
 ) -> torch.Tensor:
     """``x`` [M, G, K] bf16 times ``weight`` [G, N, K] bf16, group by group, as
-    [M, G, N] of ``out_dtype``, bf16 or float32; N in whole 16s, K in whole 32s.
-    ``inverse_rope`` is applied to ``x`` first."""
+    [M, G, N] of ``out_dtype``, bf16 or float32; N in whole 16s, K in whole 32s."""
     rows, groups, k = x.shape
     n = weight.shape[1]
     out = x.new_empty(rows, groups, n, dtype=out_dtype)
-    rope = inverse_rope
     columns = columns_of(rows)
     tiles = n // 16
     if split is None:
@@ -190,8 +164,6 @@ def grouped_linear_bf16(
             out.data_ptr(),
             x.data_ptr(),
             weight.data_ptr(),
-            rope.positions.data_ptr() if rope else None,
-            rope.cos_sin.data_ptr() if rope else None,
             rows,
             n,
             k,
@@ -200,8 +172,6 @@ def grouped_linear_bf16(
             out.stride(0),
             out.stride(1),
             out_dtype == torch.float32,
-            rope.head_dim if rope else 0,
-            rope.head_dim - rope.cos_sin.shape[1] if rope else 0,
         ),
     )
     return out
@@ -223,71 +193,11 @@ class _ExpertMatrices(ctypes.Structure):
 class _Routing(ctypes.Structure):
     _fields_ = [
         ("expert_of", ctypes.c_void_p),
-        ("pair_weights", ctypes.c_void_p),
         ("local_expert", ctypes.c_void_p),
         ("num_pairs", ctypes.c_int),
         ("topk", ctypes.c_int),
         ("rows", ctypes.c_int),
-        ("logits", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("image_bias", ctypes.c_void_p),
-        ("tokens", ctypes.c_void_p),
-        ("is_padding", ctypes.c_void_p),
-        ("experts", ctypes.c_int),
-        ("tokens_are_long", ctypes.c_int),
-        ("image_token", ctypes.c_int),
-        ("weight_scale", ctypes.c_float),
     ]
-
-
-# Rows whose experts the experts' own kernels choose.
-MAX_CHOSEN_ROWS = _WARPS
-
-
-@dataclass(frozen=True)
-class Choice:
-    """How the experts of a step are chosen: the ``topk`` with the largest
-    sqrt(softplus(logit)) + bias, by the weights sqrt(softplus(logit)) over their sum,
-    times ``weight_scale``.
-
-    ``logits`` [M, experts] float32, M up to ``MAX_CHOSEN_ROWS`` and at most 512
-    experts; ``bias`` [experts] float32; for the five tokens from ``image_token`` on
-    ``image_bias`` takes its place, where there is one, by ``tokens`` [M] int32 or
-    int64. Rows of ``is_padding`` [M] bool choose nothing: expert -1, weight 0.
-    """
-
-    logits: torch.Tensor
-    topk: int
-    bias: torch.Tensor
-    weight_scale: float = 1.0
-    image_bias: torch.Tensor | None = None
-    tokens: torch.Tensor | None = None
-    image_token: int = 0
-    is_padding: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Routing:
-    """The experts of each row: ``ids`` [M, topk] int32 (negative: none) and ``weights``
-    [M, topk] float32. Those of a ``choice`` are written by ``Experts.gate_up``."""
-
-    ids: torch.Tensor
-    weights: torch.Tensor
-    choice: Choice | None = None
-
-    @classmethod
-    def by(cls, choice: Choice) -> "Routing":
-        """The routing that ``Experts.gate_up`` makes by ``choice``."""
-        shape = (choice.logits.shape[0], choice.topk)
-        return cls(
-            choice.logits.new_empty(shape, dtype=torch.int32),
-            choice.logits.new_empty(shape),
-            choice,
-        )
-
-
-def _pointer(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 class _GateUpArgs(ctypes.Structure):
@@ -318,6 +228,7 @@ class _SumArgs(ctypes.Structure):
         ("routing", _Routing),
         ("out", ctypes.c_void_p),
         ("parts", ctypes.c_void_p),
+        ("pair_weights", ctypes.c_void_p),
         ("n", ctypes.c_int),
         ("chunks", ctypes.c_int),
         ("has_shared", ctypes.c_int),
@@ -355,52 +266,34 @@ class Experts:
         experts = local if self.local_expert is None else self.local_expert.shape[0]
         return rows * topk * local / experts + (-(-rows // 8) if self.shared_w13 else 0)
 
-    def _routing(self, routing: Routing) -> _Routing:
-        rows, topk = routing.ids.shape
-        made = _Routing(
-            routing.ids.data_ptr(),
-            routing.weights.data_ptr(),
-            _pointer(self.local_expert),
+    def _routing(self, topk_ids: torch.Tensor) -> _Routing:
+        rows, topk = topk_ids.shape
+        return _Routing(
+            topk_ids.data_ptr(),
+            None if self.local_expert is None else self.local_expert.data_ptr(),
             rows * topk,
             topk,
             rows,
         )
-        choice = routing.choice
-        if choice is not None:
-            made.logits = choice.logits.data_ptr()
-            made.bias = choice.bias.data_ptr()
-            made.image_bias = _pointer(choice.image_bias)
-            made.tokens = _pointer(choice.tokens)
-            made.is_padding = _pointer(choice.is_padding)
-            made.experts = choice.logits.shape[1]
-            made.tokens_are_long = (
-                choice.tokens is not None and choice.tokens.dtype == torch.int64
-            )
-            made.image_token = choice.image_token
-            made.weight_scale = choice.weight_scale
-        return made
 
     def gate_up(
         self,
         x: torch.Tensor,
-        routing: Routing,
+        topk_ids: torch.Tensor,
         split: int | None = None,
-        blocks_per_sm: int | None = None,
+        blocks_per_sm: int = 2,
     ) -> torch.Tensor:
         """SwiGLU of the gate and up projections of ``x`` [M, K] bf16, for each choice
-        of ``routing`` and, after those, for each row by the shared expert: [M * topk +
-        M, I] bf16."""
-        rows = x.shape[0]
-        args = self._routing(routing)
+        of ``topk_ids`` [M, topk] int32 (negative: none) and, after those, for each row
+        by the shared expert: [M * topk + M, I] bf16."""
+        rows, k = x.shape
+        routing = self._routing(topk_ids)
         shared = self.shared_w13
-        act = x.new_empty(args.num_pairs + rows, self.intermediate)
+        act = x.new_empty(routing.num_pairs + rows, self.intermediate)
         tiles = -(-self.intermediate // TILE_ROWS)
-        items = tiles * self._expected_visits(rows, args.topk)
         if split is None:
+            items = tiles * self._expected_visits(rows, routing.topk)
             split = 4 if items <= 48 else 2 if items <= 160 else 1
-        if blocks_per_sm is None:
-            # Two blocks of few come to one SM while others have none.
-            blocks_per_sm = 1 if 48 < items * split <= _SMS else 2
         kernels().launch(
             "experts_gate_up",
             (blocks_per_sm * _SMS // split * split, 1, 1),
@@ -409,12 +302,12 @@ class Experts:
             max(
                 _WARPS * 2 * (2 * _MXFP8_GROUP + TILE_ROWS + _ROWS_BYTES)
                 + 4 * 2 * TILE_ROWS * 8 * (2 + _WARPS // 2)
-                + _PAIR_BYTES * args.num_pairs,
+                + _PAIR_BYTES * routing.num_pairs,
                 118 * 1024 if blocks_per_sm == 1 else 0,
             ),
             _GateUpArgs(
                 _matrices(self.w13, self.w13_scales, shared),
-                args,
+                routing,
                 act.data_ptr(),
                 x.data_ptr(),
                 self.intermediate,
@@ -427,17 +320,19 @@ class Experts:
     def down(
         self,
         act: torch.Tensor,
-        routing: Routing,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
         scale: float,
         chunks: int | None = None,
     ) -> torch.Tensor:
-        """``scale`` times the weighted sum of the down projections of ``act``, plus the
-        shared expert's, as [M, K] bf16. To be launched right after ``gate_up``."""
-        args = self._routing(routing)
-        rows, pairs, k = args.rows, args.num_pairs, self.w2_scales.shape[2]
+        """``scale`` times the sum of the down projections of ``act`` by ``topk_weights``
+        [M, topk] float32, plus the shared expert's, as [M, K] bf16. To be launched right
+        after ``gate_up``."""
+        routing = self._routing(topk_ids)
+        rows, pairs, k = routing.rows, routing.num_pairs, self.w2_scales.shape[2]
         groups = self.intermediate // GROUP
         if chunks is None:
-            units = k // TILE_ROWS * self._expected_visits(rows, args.topk)
+            units = k // TILE_ROWS * self._expected_visits(rows, routing.topk)
             most = groups // (3 if groups <= 9 else 9)
             chunks = min(max(-(-groups // 18), round(1700 / units)), max(1, most))
         parts = act.new_empty(chunks, pairs + rows, k, dtype=torch.float32)
@@ -450,7 +345,7 @@ class Experts:
             + _PAIR_BYTES * pairs,
             _DownArgs(
                 _matrices(self.w2, self.w2_scales, self.shared_w2),
-                args,
+                routing,
                 parts.data_ptr(),
                 act.data_ptr(),
                 self.intermediate,
@@ -465,9 +360,10 @@ class Experts:
             _SUM_THREADS,
             0,
             _SumArgs(
-                args,
+                routing,
                 out.data_ptr(),
                 parts.data_ptr(),
+                topk_weights.data_ptr(),
                 k,
                 chunks,
                 self.shared_w2 is not None,

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The output projection of decode steps: inverse RoPE and ``wo_a`` at once, ``wo_b``.
+"""The output projection of decode steps: inverse RoPE, ``wo_a``, ``wo_b``.
 
 ``wo_a`` is held in bf16 (upstream dequantises it when it is loaded), [G * N, K] for G
 groups of heads; at one rank's share of eight it is the whole of one group.
 """
 
 import torch
+from vllm.models.deepseek_v4.common.ops.fused_inv_rope_fp8_quant import (
+    fused_inv_rope_fp8_quant,
+)
 from vllm.models.deepseek_v41.attention import DeepseekV4Attention
 
 from . import ops
@@ -34,15 +37,6 @@ class OutputProjection:
             return f"wo_a has {attn.n_local_groups} groups, where cuBLAS is faster"
         if attn.o_lora_rank % 16 or weight.shape[-1] % 32:
             return f"wo_a is {tuple(weight.shape)}"
-        cache = attn.rotary_emb.cos_sin_cache
-        if (
-            cache.dtype != torch.float32
-            or not cache.is_contiguous()
-            or cache.shape[1] != attn.rope_head_dim
-            or attn.rope_head_dim % 32
-            or attn.head_dim % 32
-        ):
-            return f"its angles are {cache.dtype} {tuple(cache.shape)}"
         return None
 
     def bind(self) -> None:
@@ -57,8 +51,15 @@ class OutputProjection:
             return self._stock(attn_out, positions)
         attn = self._attn
         groups = attn.n_local_groups
-        heads = attn_out[:, : attn.n_local_heads].view(rows, groups, -1)
-        rope = ops.InverseRope(positions, attn.rotary_emb.cos_sin_cache, attn.head_dim)
+        rotated, _ = fused_inv_rope_fp8_quant(
+            attn_out[:, : attn.n_local_heads],
+            positions,
+            attn.rotary_emb.cos_sin_cache,
+            n_groups=groups,
+            heads_per_group=attn.n_local_heads // groups,
+            nope_dim=attn.nope_head_dim,
+            rope_dim=attn.rope_head_dim,
+            quantize=False,
+        )
         weight = attn.wo_a.weight.view(groups, attn.o_lora_rank, -1)
-        z = ops.grouped_linear_bf16(heads, weight, inverse_rope=rope)
-        return attn._wo_b_proj(z.flatten(1))
+        return attn._wo_b_proj(ops.grouped_linear_bf16(rotated, weight).flatten(1))
