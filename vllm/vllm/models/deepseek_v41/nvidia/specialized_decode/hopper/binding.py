@@ -21,7 +21,7 @@ from .output import OutputProjection
 
 logger = init_logger(__name__)
 
-_BINDINGS = (
+_BINDINGS: tuple[tuple[str, type, Any], ...] = (
     ("experts", MoERunner, DecodeMoE),
     ("output projection", DeepseekV4Attention, OutputProjection),
 )
@@ -56,15 +56,17 @@ def bind_kernels(vllm_config: VllmConfig) -> None:
         )
 
 
+class BindsKernels:
+    """Mixed into a model state, which the runner makes when all weights are loaded."""
+
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        bind_kernels(vllm_config)
+        # The model state's, which this is mixed into.
+        super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
+
+
 def with_kernels(
     model_state_cls: type[DeepseekV41ModelState],
 ) -> type[DeepseekV41ModelState]:
-    """The model state of ``model_state_cls`` that binds the kernels: the runner makes it
-    when it has loaded all weights."""
-
-    class HopperModelState(model_state_cls):
-        def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
-            bind_kernels(vllm_config)
-            super().__init__(vllm_config, *args, **kwargs)
-
-    return HopperModelState
+    """``model_state_cls`` with ``BindsKernels``."""
+    return type("HopperModelState", (BindsKernels, model_state_cls), {})

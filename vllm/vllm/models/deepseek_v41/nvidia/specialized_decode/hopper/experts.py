@@ -6,8 +6,10 @@ of experts (it knows image tokens and padding), both halves of the experts, the 
 """
 
 import math
+from typing import Any
 
 import torch
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4MoEMethod
@@ -21,7 +23,7 @@ def _why_not(runner: MoERunner) -> str | None:
     """Why a layer keeps upstream's experts, or None if it does not. Waits for the
     device."""
     config = runner.moe_config
-    experts = runner.routed_experts
+    experts: Any = runner.routed_experts
     method = experts.quant_method
     if not isinstance(method, Mxfp4MoEMethod):
         return f"its experts are of {type(method).__name__}, not MXFP4"
@@ -33,36 +35,48 @@ def _why_not(runner: MoERunner) -> str | None:
         return "its tokens come from several ranks"
     if runner.router.eplb_state is not None:
         return "its experts move (EPLB)"
-    if runner.gate is None or runner._fse_fuse_gate:
+    gate: Any = runner.gate
+    if gate is None or runner._fse_fuse_gate:
         return "its router is not a plain linear layer"
-    if runner.gate.weight.dtype != torch.bfloat16 or runner.gate.weight.shape[0] % 16:
-        return f"its router is {tuple(runner.gate.weight.shape)}, not bf16 in whole 16s"
+    if gate.weight.dtype != torch.bfloat16 or gate.weight.shape[0] % 16:
+        return f"its router is {tuple(gate.weight.shape)}, not bf16 in whole 16s"
+    if gate.weight.shape[1] != config.hidden_dim:
+        return f"its rows are padded from {gate.weight.shape[1]} to {config.hidden_dim}"
+    if config.activation != MoEActivation.SILU or experts.apply_router_weight_on_input:
+        return "its experts are no plain SwiGLU"
     if config.experts_per_token > ops.MAX_TOPK:
         return f"a token has {config.experts_per_token} experts"
-    if config.intermediate_size_per_partition_unpadded % ops.GROUP:
-        return f"its width {config.intermediate_size_per_partition_unpadded} is no 32s"
+    if _width(runner) % ops.GROUP:
+        return f"its width {_width(runner)} is no 32s"
     for scales in (experts.w13_weight_scale, experts.w2_weight_scale):
         if int(scales.view(torch.uint8).max()) > ops.MAX_MXFP4_SCALE:
             return f"a scale is above 2^{ops.MAX_MXFP4_SCALE - 127}"
     return None
 
 
+def _width(runner: MoERunner) -> int:
+    """Intermediate dimensions of the experts of this rank."""
+    width = runner.moe_config.intermediate_size_per_partition_unpadded
+    assert width is not None  # FusedMoEConfig sets it where it is not given
+    return width
+
+
 def _fused_shared(
-    runner: MoERunner, intermediate: int
+    runner: MoERunner,
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None:
     """Weights and scales of the shared expert's two projections where it has the width
     of the routed ones and runs in their launches, else None."""
     shared = runner.shared_experts
     if shared is None:
         return None
-    mlp = shared._layer
+    mlp: Any = shared._layer
     layers = (mlp.gate_up_proj, mlp.down_proj)
-    if layers[1].input_size_per_partition != intermediate or not all(
-        isinstance(kernel := getattr(layer.quant_method, "kernel", None),
-                   HopperMxfp8LinearKernel) and kernel.serves
-        for layer in layers
-    ):
+    if layers[1].input_size_per_partition != _width(runner):
         return None
+    for layer in layers:
+        kernel = getattr(layer.quant_method, "kernel", None)
+        if not (isinstance(kernel, HopperMxfp8LinearKernel) and kernel.serves):
+            return None
     first, second = ((layer.weight, layer.weight_scale) for layer in layers)
     return first, second
 
@@ -73,18 +87,21 @@ class DecodeMoE:
     def __init__(self, runner: MoERunner) -> None:
         self._runner = runner
         self._stock = runner.forward
-        experts = runner.routed_experts
-        config = runner.moe_config
-        intermediate = config.intermediate_size_per_partition_unpadded
-        limit = config.swiglu_limit
-        self._shared = _fused_shared(runner, intermediate)
+        experts: Any = runner.routed_experts
+        limit = runner.moe_config.swiglu_limit
+        shared = _fused_shared(runner)
+        # The module of a shared expert that does not run in the launches.
+        self._shared_apart: Any = None
+        if runner.shared_experts is not None and shared is None:
+            self._shared_apart = runner.shared_experts._layer
         self._experts = ops.Experts(
             experts.w13_weight,
             experts.w13_weight_scale,
             experts.w2_weight,
             experts.w2_weight_scale,
-            *(self._shared or (None, None)),
-            intermediate,
+            None if shared is None else shared[0],
+            None if shared is None else shared[1],
+            _width(runner),
             math.inf if limit is None else float(limit),
             experts.expert_map,
         )
@@ -93,7 +110,7 @@ class DecodeMoE:
 
     def bind(self) -> None:
         """Serve the layer from now on."""
-        self._runner.forward = self
+        vars(self._runner)["forward"] = self
 
     def __call__(
         self,
@@ -106,6 +123,9 @@ class DecodeMoE:
         group as upstream would; the router runs here, as in upstream's runner."""
         if (
             shared_experts_input is not None
+            or not ops.experts_are_faster(
+                hidden_states.shape[0], self._experts.intermediate
+            )
             or not is_row_major(hidden_states)
             or not in_small_decode_graph(hidden_states)
         ):
@@ -118,9 +138,8 @@ class DecodeMoE:
         out = self._experts.down(
             act, topk_ids, topk_weights, runner.routed_scaling_factor
         )
-        shared = runner.shared_experts
-        if shared is not None and self._shared is None:
-            out += shared._layer(hidden_states)
+        if self._shared_apart is not None:
+            out += self._shared_apart(hidden_states)
         return runner._maybe_reduce_final_output(out, None, False)
 
     def route(
@@ -128,12 +147,11 @@ class DecodeMoE:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights [M, topk] float32 and experts [M, topk] int32 of each row, negative
         for padding."""
-        runner = self._runner
-        assert runner.gate is not None
+        gate: Any = self._runner.gate
         logits = ops.grouped_linear_bf16(
-            hidden_states.unsqueeze(1), runner.gate.weight.unsqueeze(0), torch.float32
+            hidden_states.unsqueeze(1), gate.weight.unsqueeze(0), torch.float32
         ).squeeze(1)
-        return runner.router.select_experts(
+        return self._runner.router.select_experts(
             hidden_states=hidden_states,
             router_logits=logits,
             topk_indices_dtype=torch.int32,

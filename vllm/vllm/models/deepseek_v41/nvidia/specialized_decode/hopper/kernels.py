@@ -29,7 +29,7 @@ ARCHITECTURE = "sm_90a"
 OPTIONS = (f"--gpu-architecture={ARCHITECTURE}", "--std=c++17")
 
 NAMES = (
-    *(f"linear_{kind}_{columns}" for kind in ("mxfp8", "bf16") for columns in (1, 2, 4)),
+    *(f"linear_{kind}_{width}" for kind in ("mxfp8", "bf16") for width in (1, 2, 4)),
     "experts_gate_up",
     "experts_down",
     "experts_sum",
@@ -149,13 +149,14 @@ class Kernels:
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = shared_bytes
         config.hStream = torch.cuda.current_stream().cuda_stream
+        ids = driver.CUlaunchAttributeID
         early = driver.CUlaunchAttribute()
-        early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION  # noqa: E501
+        early.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         early.value.programmaticStreamSerializationAllowed = 1
         attributes = [early]
         if cluster > 1:
             clusters = driver.CUlaunchAttribute()
-            clusters.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            clusters.id = ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
             dimension = clusters.value.clusterDim
             dimension.x, dimension.y, dimension.z = cluster, 1, 1
             attributes.append(clusters)

@@ -6,6 +6,8 @@ Hopper decode is on. It leaves the weights to Marlin, whose layout it reads, and
 steps but small FULL graphs too: one copy of the weights serves both.
 """
 
+from typing import Any
+
 import torch
 from vllm.logger import init_logger
 from vllm.model_executor.kernels.linear import _POSSIBLE_MXFP8_KERNELS
@@ -39,10 +41,11 @@ class HopperMxfp8LinearKernel(MarlinMxfp8LinearKernel):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         super().process_weights_after_loading(layer)
+        made: Any = layer
         why = why_not_linear(
-            layer.weight_scale,
-            layer.output_size_per_partition,
-            layer.input_size_per_partition,
+            made.weight_scale,
+            made.output_size_per_partition,
+            made.input_size_per_partition,
             getattr(layer, "bias", None) is not None,
         )
         self.serves = why is None
@@ -59,17 +62,16 @@ class HopperMxfp8LinearKernel(MarlinMxfp8LinearKernel):
         x: torch.Tensor,
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        made: Any = layer
         if (
             self.serves
             and bias is None
             and is_row_major(x)
             and in_small_decode_graph(x)
-            and ops.linear_is_faster(
-                x.shape[0], layer.weight_scale.shape[1], x.shape[1]
-            )
+            and ops.linear_is_faster(x.shape[0], made.weight_scale.shape[1], x.shape[1])
         ):
             return ops.linear_mxfp8(
-                x, layer.weight, layer.weight_scale, layer.output_size_per_partition
+                x, made.weight, made.weight_scale, made.output_size_per_partition
             )
         return super().apply_weights(layer, x, bias)
 

@@ -32,6 +32,7 @@ _MXFP4_GROUP = 2 * 512 + TILE_ROWS
 # What a block remembers of each pair.
 _PAIR_BYTES = 28
 _DOWN_GROUPS = 3
+_MORE_THAN_HALF_AN_SM = 118 * 1024
 
 
 def columns_of(rows: int) -> int:
@@ -55,10 +56,21 @@ def linear_split(rows: int, n: int, k: int) -> int:
 
 
 def linear_is_faster(rows: int, n: int, k: int) -> bool:
-    """Whether ``linear_mxfp8`` was faster than Marlin on an H200: not where blocks of 32
-    rows of a narrow layer come in two waves."""
-    blocks = n // TILE_ROWS * -(-rows // 32)
-    return rows <= 32 or blocks <= _SMS
+    """Whether ``linear_mxfp8`` was faster than Marlin on an H200, by the shapes of
+    ranks of 1, 2, 4 and 8: the more rows, the narrower a layer must be."""
+    if rows <= 8:
+        return k <= 8192
+    if rows <= 16:
+        return n * k <= 12_000_000 or k <= 1280
+    if rows <= 32:
+        return n * k <= 12_000_000 and n <= 5120
+    return n * k <= 9_500_000 and n <= 4096
+
+
+def experts_are_faster(rows: int, intermediate: int) -> bool:
+    """Whether ``Experts`` was faster than Marlin on an H200: not with many rows for
+    whole experts, as expert parallelism has them."""
+    return rows <= (16 if intermediate > 1152 else MAX_ROWS)
 
 
 class _LinearArgs(ctypes.Structure):
@@ -281,29 +293,30 @@ class Experts:
         x: torch.Tensor,
         topk_ids: torch.Tensor,
         split: int | None = None,
-        blocks_per_sm: int = 2,
     ) -> torch.Tensor:
         """SwiGLU of the gate and up projections of ``x`` [M, K] bf16, for each choice
         of ``topk_ids`` [M, topk] int32 (negative: none) and, after those, for each row
         by the shared expert: [M * topk + M, I] bf16."""
-        rows, k = x.shape
+        rows = x.shape[0]
         routing = self._routing(topk_ids)
         shared = self.shared_w13
         act = x.new_empty(routing.num_pairs + rows, self.intermediate)
         tiles = -(-self.intermediate // TILE_ROWS)
+        items = tiles * self._expected_visits(rows, routing.topk)
         if split is None:
-            items = tiles * self._expected_visits(rows, routing.topk)
             split = 4 if items <= 48 else 2 if items <= 160 else 1
+        # Of few blocks two come to one SM where they can, while others have none.
+        one_an_sm = items * split <= _SMS
         kernels().launch(
             "experts_gate_up",
-            (blocks_per_sm * _SMS // split * split, 1, 1),
+            ((1 if one_an_sm else 2) * _SMS // split * split, 1, 1),
             split,
             _THREADS,
             max(
                 _WARPS * 2 * (2 * _MXFP8_GROUP + TILE_ROWS + _ROWS_BYTES)
                 + 4 * 2 * TILE_ROWS * 8 * (2 + _WARPS // 2)
                 + _PAIR_BYTES * routing.num_pairs,
-                118 * 1024 if blocks_per_sm == 1 else 0,
+                _MORE_THAN_HALF_AN_SM if one_an_sm else 0,
             ),
             _GateUpArgs(
                 _matrices(self.w13, self.w13_scales, shared),
@@ -325,9 +338,9 @@ class Experts:
         scale: float,
         chunks: int | None = None,
     ) -> torch.Tensor:
-        """``scale`` times the sum of the down projections of ``act`` by ``topk_weights``
-        [M, topk] float32, plus the shared expert's, as [M, K] bf16. To be launched right
-        after ``gate_up``."""
+        """``scale`` times the sum of the down projections of ``act`` by
+        ``topk_weights`` [M, topk] float32, plus the shared expert's, as [M, K] bf16.
+        To be launched right after ``gate_up``."""
         routing = self._routing(topk_ids)
         rows, pairs, k = routing.rows, routing.num_pairs, self.w2_scales.shape[2]
         groups = self.intermediate // GROUP

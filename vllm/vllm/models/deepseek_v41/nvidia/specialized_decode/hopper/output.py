@@ -5,6 +5,8 @@
 groups of heads; at one rank's share of eight it is the whole of one group.
 """
 
+from typing import Any
+
 import torch
 from vllm.models.deepseek_v4.common.ops.fused_inv_rope_fp8_quant import (
     fused_inv_rope_fp8_quant,
@@ -30,7 +32,7 @@ class OutputProjection:
     @staticmethod
     def why_not(attn: DeepseekV4Attention) -> str | None:
         """Why a layer keeps upstream's ``wo_a``, or None if it does not."""
-        weight = attn.wo_a.weight
+        weight: Any = attn.wo_a.weight
         if weight.dtype != torch.bfloat16:
             return f"wo_a is {weight.dtype}"
         if attn.n_local_groups > MAX_GROUPS:
@@ -41,7 +43,7 @@ class OutputProjection:
 
     def bind(self) -> None:
         """Serve the layer's output projection from now on."""
-        self._attn._o_proj = self
+        vars(self._attn)["_o_proj"] = self
 
     def __call__(self, attn_out: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """``attn_out`` [M, padded heads, D] bf16 and ``positions`` [M] as [M, hidden]
@@ -61,5 +63,6 @@ class OutputProjection:
             rope_dim=attn.rope_head_dim,
             quantize=False,
         )
-        weight = attn.wo_a.weight.view(groups, attn.o_lora_rank, -1)
+        held: Any = attn.wo_a.weight
+        weight = held.view(groups, attn.o_lora_rank, -1)
         return attn._wo_b_proj(ops.grouped_linear_bf16(rotated, weight).flatten(1))

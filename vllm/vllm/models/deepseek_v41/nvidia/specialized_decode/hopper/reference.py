@@ -37,9 +37,9 @@ def experts(
 ) -> torch.Tensor:
     """The experts' sum for ``x`` [M, K], as [M, K].
 
-    ``w13`` and ``w2`` hold the weights [2 I, K] and [K, I] of the experts that are here,
-    by their global number; choices of others, and negative ones, add nothing. ``shared``
-    are the shared expert's.
+    ``w13`` and ``w2`` hold the weights [2 I, K] and [K, I] of the experts that are
+    here, by their global number; choices of others, and negative ones, add nothing.
+    ``shared`` are the shared expert's.
     """
     dtype = next(iter([*w13.values(), *(shared or ())])).dtype
     x, topk_weights = x.to(dtype), topk_weights.to(dtype)
