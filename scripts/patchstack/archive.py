@@ -69,6 +69,15 @@ class WheelFile:
     sha256: str
 
 
+def recorded(text: str) -> dict[str, str]:
+    """Path -> sha256 of the package files that a wheel's RECORD lists."""
+    return {
+        row[0]: base64.urlsafe_b64decode(row[1].partition("=")[2] + "==").hex()
+        for row in csv.reader(io.StringIO(text))
+        if row and row[0].startswith(PACKAGE) and row[1].startswith("sha256=")
+    }
+
+
 class Wheel:
     """The package files of a release wheel.  Its RECORD is trusted: pinned bytes."""
 
@@ -86,12 +95,7 @@ class Wheel:
         )
         if name is None:
             raise ValueError("no RECORD")
-        rows = csv.reader(io.StringIO(self._zip.read(name).decode()))
-        return {
-            row[0]: base64.urlsafe_b64decode(row[1].partition("=")[2] + "==").hex()
-            for row in rows
-            if row and row[0].startswith(PACKAGE) and row[1].startswith("sha256=")
-        }
+        return recorded(self._zip.read(name).decode())
 
     def unpack(self, into: Path, wanted: Callable[[str], bool]) -> dict[str, WheelFile]:
         """Lay the package files that `wanted(path)` picks; returns them by path."""

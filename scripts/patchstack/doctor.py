@@ -9,13 +9,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from . import apply, checks, identity, stack, tree
+from . import apply, archive, checks, identity, stack, tree
 from .base import file_sha256
 from .errors import StackError, count, some
 from .progress import Ticker, note
 from .stack import Stack
 
 _INSTALL = "pip install -e vllm"
+_REINSTALL = "install the wheel that scripts/wheel.sh makes now"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,12 +87,14 @@ def probe(python: str, loaded: Stack) -> dict[str, Any]:
 def faults(loaded: Stack, facts: dict[str, Any]) -> list[str]:
     """What is wrong, a line each, with what to do about it."""
     found = []
-    tree_fault = apply.check(loaded, platform.machine())
-    if tree_fault:
-        found.append(tree_fault)
-    found += _package(loaded, facts)
-    found += _identity(loaded, facts)
-    found += _binaries(loaded)
+    wheel = _installed_wheel(facts)
+    if wheel is None:
+        tree_fault = apply.check(loaded, platform.machine())
+        if tree_fault:
+            found.append(tree_fault)
+    found += _package(loaded, facts, wheel or loaded.places.tree)
+    found += _identity(loaded, facts) if wheel is None else _packed(loaded, wheel)
+    found += _binaries(loaded, facts, wheel)
     found += _requirements(facts)
     if facts["driver"] and not facts["gpus"] and facts["torch"]:
         found.append(
@@ -101,7 +104,17 @@ def faults(loaded: Stack, facts: dict[str, Any]) -> list[str]:
     return found
 
 
-def _package(loaded: Stack, facts: dict[str, Any]) -> list[str]:
+def _installed_wheel(facts: dict[str, Any]) -> Path | None:
+    """Where a wheel of scripts/wheel.sh is installed; None if none is imported."""
+    if facts["package"] is None:
+        return None
+    place = _imported_tree(facts)
+    marker = tree.read_marker(place)
+    return place if marker and marker.source == tree.WHEEL_SOURCE else None
+
+
+def _package(loaded: Stack, facts: dict[str, Any], root: Path) -> list[str]:
+    """Where the package in `root` is not what Python imports."""
     expected = checks.own_version(loaded.places.tree)
     if facts["version"] is None:
         return [f"vllm is not installed for {facts['python']}: {_INSTALL}"]
@@ -110,7 +123,7 @@ def _package(loaded: Stack, facts: dict[str, Any]) -> list[str]:
         found.append(
             f"vllm {facts['version']} is installed, the tree is {expected}: {_INSTALL}"
         )
-    package = loaded.places.tree / "vllm"
+    package = root / "vllm"
     if facts["package"] is None:
         found.append(f"import vllm fails ({facts['import_error']}): {_INSTALL}")
     elif Path(facts["package"]).resolve() != package.resolve():
@@ -121,7 +134,7 @@ def _package(loaded: Stack, facts: dict[str, Any]) -> list[str]:
     stray = [
         path
         for path, origin in facts["modules"].items()
-        if origin and Path(origin).resolve() != (loaded.places.tree / path).resolve()
+        if origin and Path(origin).resolve() != (root / path).resolve()
     ]
     if stray:
         found.append(
@@ -166,6 +179,30 @@ def _identity(loaded: Stack, facts: dict[str, Any]) -> list[str]:
     return found
 
 
+def _packed(loaded: Stack, place: Path) -> list[str]:
+    """Where the wheel installed in `place` is not of this stack, or was edited."""
+    marker = tree.read_marker(place)
+    if marker is None:
+        return []
+    found = []
+    ours = {
+        path: file_sha256(loaded.places.tree / path)
+        for path in loaded.own
+        if path.startswith(identity.PACKAGE)
+    }
+    if marker.digest != loaded.digest or not ours.items() <= marker.files.items():
+        found.append(
+            f"{place} was packed from another stack ({marker.identity}): {_REINSTALL}"
+        )
+    changed = identity.edited(place, marker)
+    if changed:
+        found.append(
+            f"edited since it was installed ({some(changed)}), so an engine reports "
+            f"{identity.reported(place, marker)}: {_REINSTALL}"
+        )
+    return found
+
+
 def _imported_tree(facts: dict[str, Any]) -> Path:
     return Path(facts["package"]).resolve().parent
 
@@ -177,24 +214,25 @@ def _reported(facts: dict[str, Any]) -> str:
     return identity.reported(place, tree.read_marker(place))
 
 
-def _binaries(loaded: Stack) -> list[str]:
-    place = loaded.places.tree
-    libraries = {
-        path: it
-        for path, it in tree.read_wheel_files(place).items()
-        if path.endswith(".so")
-    }
+def _binaries(loaded: Stack, facts: dict[str, Any], wheel: Path | None) -> list[str]:
+    place = wheel or loaded.places.tree
+    if wheel is None:
+        laid = {path: it.sha256 for path, it in tree.read_wheel_files(place).items()}
+        remedy = "scripts/apply.sh --discard-edits"
+    else:
+        record = wheel / f"vllm-{facts['version']}.dist-info" / "RECORD"
+        laid = archive.recorded(record.read_text(encoding="utf-8"))
+        remedy = _REINSTALL
+    libraries = {path: it for path, it in laid.items() if path.endswith(".so")}
     ticker = Ticker("checking compiled files")
     wrong = []
-    for at, (path, laid) in enumerate(libraries.items()):
-        if not (place / path).is_file() or file_sha256(place / path) != laid.sha256:
+    for at, (path, digest) in enumerate(libraries.items()):
+        if not (place / path).is_file() or file_sha256(place / path) != digest:
             wrong.append(path)
         ticker.tick(f"{at + 1} of {len(libraries)}")
     if not wrong:
         return []
-    return [
-        f"{some(wrong)} differ from the release wheel: scripts/apply.sh --discard-edits"
-    ]
+    return [f"{some(wrong)} differ from the release wheel: {remedy}"]
 
 
 def _requirements(facts: dict[str, Any]) -> list[str]:

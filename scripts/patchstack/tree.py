@@ -30,6 +30,8 @@ from .stack import Places
 
 MARKER = ".stack.json"
 WHEEL_FILES = ".stack.wheel.json"
+WHEEL_SOURCE = "wheel"
+"""What the marker of a wheel of the fork names as its source."""
 
 DISPOSABLE = (
     "__pycache__",

@@ -1,0 +1,4 @@
+#!/bin/sh
+# See scripts/wheel.sh --help; the work is done by ci/wheel.
+. "$(dirname -- "$(readlink -f -- "$0")")/../ci/start.sh"
+start wheel "$@"
