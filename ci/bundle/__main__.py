@@ -10,31 +10,37 @@ lies.
 
 import argparse
 import json
-import os
 import shutil
 import sys
 import tempfile
 import time
-import tomllib
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+import cli
+import distribution
+from cli import Fault, note
+from distribution import Project
+from patchstack import fetch, stack
+from patchstack.base import Base
+from patchstack.tree import MARKER
+
 from . import archive, fork, packages, patterns
-from .errors import BundleError
 
 HERE = Path(__file__).parent
-REPOSITORY = HERE.parents[1]
 FLASH_ATTENTION = "fork/vllm/vllm_flash_attn"
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="bundle.sh",
-        description="Pack the fork, its compiled extensions and the Python packages "
-        "that an offline GPU machine lacks. Unpack there with unbundle.sh.",
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="scripts/bundle.sh",
+        description="For a GPU machine without a network: pack the fork, its compiled "
+        "extensions and the Python packages that the machine lacks, in parts that can "
+        "be sent one by one. Unpack there with unbundle.sh. A machine that pip serves "
+        "takes a wheel instead: scripts/wheel.sh.",
     )
-    parser.add_argument(
+    made.add_argument(
         "--have",
         type=Path,
         required=True,
@@ -42,30 +48,23 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="what the machine has: one 'name' or 'name version' a line "
         "(example: ci/bundle/have-cuda13-torch211.txt)",
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
-    parser.add_argument(
+    made.add_argument("--out", type=Path, required=True, metavar="DIR")
+    made.add_argument(
         "--split",
         type=int,
         metavar="N",
         help="cut the packages into N parts (default: as few as fit)",
     )
-    parser.add_argument(
+    made.add_argument(
         "--part-mib", type=int, default=58, metavar="MIB", help="a part's limit"
     )
-    parser.add_argument(
-        "--tree",
-        type=Path,
-        default=REPOSITORY / "vllm",
-        metavar="DIR",
-        help="the applied tree (default: vllm/)",
-    )
-    parser.add_argument(
+    made.add_argument(
         "--sdist",
         type=Path,
         metavar="FILE",
-        help="upstream's source archive (default: the one apply.sh has cached)",
+        help="upstream's source archive (default: from the cache or the index)",
     )
-    parser.add_argument(
+    made.add_argument(
         "--with",
         dest="carry",
         action="append",
@@ -73,37 +72,26 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="NAME",
         help="carry a package that ci/bundle/skip.txt leaves out; repeatable",
     )
-    parser.add_argument(
+    made.add_argument(
         "--flash-attention",
         action="store_true",
         help="carry the flash-attention kernels (460 MB) instead of a stand-in",
     )
-    parser.add_argument("--python-version", default="3.12", metavar="X.Y")
-    parser.add_argument(
+    made.add_argument("--python-version", default="3.12", metavar="X.Y")
+    made.add_argument(
         "--python-platform", default="x86_64-manylinux_2_35", metavar="NAME"
     )
-    return parser.parse_args(arguments)
+    return made
 
 
-def cache_folder() -> Path:
-    """Where downloads are kept, as ``scripts/apply.sh`` keeps them."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("PATCHSTACK_CACHE") or Path(home, "vllm-patchstack"))
-
-
-def find_sdist(given: Path | None, base: dict[str, Any]) -> Path:
-    """Upstream's source archive: the given one or the cached one."""
-    if given is not None:
-        if not given.is_file():
-            raise BundleError(f"--sdist {given}: there is no such file")
-        return given
-    name = base["base"]["sdist"]["file"]
-    found = next(iter(sorted(cache_folder().rglob(name))), None)
-    if found is None:
-        raise BundleError(
-            f"{name} is not in {cache_folder()}: run scripts/apply.sh or give --sdist"
-        )
-    return found
+def find_sdist(given: Path | None, base: Base) -> Path:
+    """Upstream's source archive: the given one, the cached one or the index's."""
+    if given is None:
+        return fetch.fetch(base.sdist, base.version, offline=False)
+    if not given.is_file():
+        raise Fault(f"--sdist {given}: there is no such file")
+    fetch.verify(given, base.sdist)
+    return given
 
 
 def gather_packages(
@@ -121,20 +109,20 @@ def gather_packages(
     asked = {packages.canonical(n) for n in options.carry}
     unknown = asked - {packages.canonical(n) for n in skip}
     if unknown:
-        raise BundleError(
+        raise Fault(
             f"--with {min(unknown)}: ci/bundle/skip.txt leaves out no such package"
         )
     skip = [n for n in skip if packages.canonical(n) not in asked]
     target = packages.Target(options.python_version, options.python_platform)
-    uv = packages.find_uv(cache_folder())
-    say(f"resolving the packages of {folder}/")
+    uv = packages.find_uv(fetch.cache_folder())
+    note(f"resolving the packages of {folder}/")
     have = packages.read_have(options.have)
     pins = packages.resolve(uv, requirements, have, skip, target, scratch)
     names = {pin.split("==")[0] for pin in carried}
     pins = [pin for pin in pins if pin.split("==")[0] not in names]
     site = scratch / folder
     if pins:
-        say(f"fetching {len(pins)} packages")
+        note(f"fetching {len(pins)} packages")
         packages.unpack(uv, pins, target, site)
     files = {
         f"{folder}/{path.relative_to(site).as_posix()}": path
@@ -145,47 +133,42 @@ def gather_packages(
 
 
 def gather_fork(
-    options: argparse.Namespace, project: fork.Project, scratch: Path
+    options: argparse.Namespace, tree: Path, project: Project, scratch: Path
 ) -> tuple[dict[str, Path], dict[str, Path]]:
     """The fork's files: those that change rarely, and those that change daily."""
     slow: dict[str, Path] = {}
     daily: dict[str, Path] = {}
-    for name, path in fork.package_files(options.tree).items():
+    for name, path in fork.package_files(tree).items():
         compiled = path.suffix == ".so" or name.startswith("vllm/third_party/")
         (slow if compiled else daily)[f"fork/{name}"] = path
     if not slow:
-        raise BundleError(
-            f"{options.tree} has no compiled extensions: run scripts/apply.sh, which "
+        raise Fault(
+            f"{tree} has no compiled extensions: run scripts/apply.sh, which "
             "lays them from the release's wheel"
         )
-    info = fork.write_dist_info(project, scratch)
-    for path in info.iterdir():
-        daily[f"fork/{info.name}/{path.name}"] = path
-    marker = options.tree / ".stack.json"
-    if marker.is_file():
-        daily["fork/.stack.json"] = marker
+    metadata = distribution.dist_info(project, tree) | {"INSTALLER": b"bundle\n"}
+    for name, data in metadata.items():
+        path = scratch / project.dist_info / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        daily[f"fork/{project.dist_info}/{name}"] = path
+    daily[f"fork/{MARKER}"] = tree / MARKER
     if not options.flash_attention:
         for path in (HERE / "standin" / "vllm_flash_attn").glob("*.py"):
             daily[f"{FLASH_ATTENTION}/{path.name}"] = path
     return slow, daily
 
 
-def gather_upstream(options: argparse.Namespace, scratch: Path) -> dict[str, Path]:
+def gather_upstream(sdist: Path, base: Base, scratch: Path) -> dict[str, Path]:
     """Upstream's originals of the files the fork changes, and upstream's tests."""
-    with (REPOSITORY / "upstream.toml").open("rb") as file:
-        base = tomllib.load(file)
-    sdist = find_sdist(options.sdist, base)
-    changed = {
-        *base.get("touches", ()),
-        *(it["path"] for it in base.get("replaces", ())),
-    }
+    changed = {*base.touches, *(pin.path for pin in base.replaces)}
     package = [path for path in changed if path.startswith("vllm/")]
     files = {}
     for top, wanted in (("base", package), ("upstream", ["tests"])):
         folder = scratch / f"{top}-files"
         missing = fork.from_sdist(sdist, wanted, folder)
         if missing:
-            raise BundleError(f"{sdist.name} holds no {min(missing)}")
+            raise Fault(f"{sdist.name} holds no {min(missing)}")
         for path in folder.rglob("*"):
             if path.is_file():
                 files[f"{top}/{path.relative_to(folder).as_posix()}"] = path
@@ -213,10 +196,10 @@ def pack(
                 for p in manifest["parts"]
             )
         ):
-            say(f"{name}: unchanged")
+            note(f"{name}: unchanged")
             return manifest
     started = time.monotonic()
-    say(f"{name}: packing {len(files)} files")
+    note(f"{name}: packing {len(files)} files")
     whole = options.out / f"{name}.tar.xz"
     size = archive.write(whole, files)
     try:
@@ -234,15 +217,11 @@ def pack(
     }
     archive.write_manifest(options.out, manifest)
     packed = sum(part["bytes"] for part in listed)
-    say(
+    note(
         f"{name}: {size / archive.MIB:.0f} MiB in {packed / archive.MIB:.0f} MiB, "
         f"{len(listed)} parts, {time.monotonic() - started:.0f} s"
     )
     return manifest
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def drop_stale(out: Path, manifests: Sequence[dict[str, Any]]) -> None:
@@ -262,20 +241,24 @@ def drop_stale(out: Path, manifests: Sequence[dict[str, Any]]) -> None:
             folder.rmdir()
 
 
-def bundle(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> int:
+    """Make the bundle, or what of it has changed."""
     if not options.have.is_file():
-        raise BundleError(f"--have {options.have}: there is no such file")
+        raise Fault(f"--have {options.have}: there is no such file")
     if options.split is not None and options.split < 1:
-        raise BundleError(f"--split {options.split}: give 1 or more")
-    project = fork.read_project(options.tree)
-    fork.refuse_stale(options.tree)
+        raise Fault(f"--split {options.split}: give 1 or more")
+    loaded = stack.load(cli.REPO)
+    marker = distribution.require_applied(loaded)
+    tree = loaded.places.tree
+    project = distribution.read_project(tree)
+    sdist = find_sdist(options.sdist, loaded.base)
     options.out.mkdir(parents=True, exist_ok=True)
     # The bundle keeps itself out of git wherever it lies.
     (options.out / ".gitignore").write_text("*\n")
     with tempfile.TemporaryDirectory(prefix="bundle-", dir=options.out) as folder:
         scratch = Path(folder)
-        slow, daily = gather_fork(options, project, scratch)
-        upstream = gather_upstream(options, scratch)
+        slow, daily = gather_fork(options, tree, project, scratch)
+        upstream = gather_upstream(sdist, loaded.base, scratch)
         carried, pins = gather_packages(options, scratch, "site", project.dependencies)
         more, test_pins = gather_packages(
             options,
@@ -302,37 +285,25 @@ def bundle(options: argparse.Namespace) -> None:
         for name, files, parts, about in (
             ("packages", slow | carried, options.split, {"packages": pins}),
             ("upstream", upstream, None, {"packages": test_pins}),
-            ("fork", daily, None, {
-                "version": project.version, "stack": fork.stack_digest(options.tree)
-            }),
-        ):  # fmt: skip
+            (
+                "fork",
+                daily,
+                None,
+                {"version": project.version, "stack": marker.digest},
+            ),
+        ):
             first = 1 + sum(len(it["parts"]) for it in manifests)
             about = {**target, **about}
             manifests.append(pack(name, trimmed(files), options, first, parts, about))
     drop_stale(options.out, manifests)
     listed = [part for it in manifests for part in it["parts"]]
-    script = REPOSITORY / "scripts" / "unbundle.sh"
+    script = cli.REPO / "scripts" / "unbundle.sh"
     shutil.copy(script, options.out / listed[-1]["folder"] / script.name)
     for part in listed:
         print(f"{part['folder']}/{part['name']}  {part['bytes'] / archive.MIB:.1f} MiB")
-    say(f"{options.out}: send the parts, then run unbundle.sh there")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(sys.argv[1:] if arguments is None else arguments)
-    try:
-        bundle(options)
-    except BundleError as error:
-        print(f"bundle.sh: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"bundle.sh: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("bundle.sh: stopped", file=sys.stderr)
-        return 130
+    note(f"{options.out}: send the parts, then run unbundle.sh there")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cli.run(parser(), run))

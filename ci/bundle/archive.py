@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from .errors import BundleError
+from cli import Fault
 
 FORMAT = 1
 MIB = 1 << 20
@@ -43,7 +43,7 @@ def _xz(path: Path) -> Iterator[IO[bytes]]:
             process.stdin.close()
             code = process.wait()
     if code:
-        raise BundleError(f"xz failed with exit code {code}: is the disk full?")
+        raise Fault(f"xz failed with exit code {code}: is the disk full?")
 
 
 def write(path: Path, files: Mapping[str, Path]) -> int:
@@ -73,13 +73,13 @@ def split(
     """Cut ``archive`` into ``out/partK/``, K counting from ``first``.
 
     ``parts`` is how many (None: as few as ``limit`` bytes each allow). Returns
-    the manifest's list of parts. Raises ``BundleError`` where that many parts
+    the manifest's list of parts. Raises ``Fault`` where that many parts
     are each over the limit.
     """
     total = archive.stat().st_size
     fewest = -(-total // limit)
     if parts is not None and parts < fewest:
-        raise BundleError(
+        raise Fault(
             f"{archive.name} is {total / MIB:.0f} MiB: {parts} parts would be over "
             f"{limit / MIB:.0f} MiB each; use --split {fewest} or more"
         )

@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .errors import BundleError
+from cli import Fault, note
 
 UV = "uv==0.13.9"
 
@@ -28,7 +28,7 @@ def read_have(path: Path) -> dict[str, str | None]:
     """What the target has: name -> version, or None where it is not known.
 
     A line is ``name``, ``name version`` or ``name==version``; ``#`` starts a
-    comment. Raises ``BundleError`` for a line of any other form.
+    comment. Raises ``Fault`` for a line of any other form.
     """
     have: dict[str, str | None] = {}
     for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -36,7 +36,7 @@ def read_have(path: Path) -> dict[str, str | None]:
         if not words:
             continue
         if len(words) > 2 or not re.fullmatch(r"[A-Za-z0-9][\w.-]*", words[0]):
-            raise BundleError(
+            raise Fault(
                 f"{path}, line {number}: expected 'name' or 'name version', "
                 f"not {line.strip()!r}"
             )
@@ -52,14 +52,14 @@ def find_uv(cache: Path) -> str:
     own = cache / "uv"
     program = own / "bin" / "uv"
     if not program.exists():
-        print(f"getting {UV} into {own}", file=sys.stderr)
+        note(f"getting {UV} into {own}")
         shutil.rmtree(own, ignore_errors=True)
         for command in (
             [sys.executable, "-m", "venv", str(own)],
             [str(own / "bin" / "pip"), "install", "-q", UV],
         ):
             if subprocess.run(command).returncode:
-                raise BundleError(
+                raise Fault(
                     "uv is needed and could not be installed: "
                     f"install it ('pip install {UV}') and run this again"
                 )
@@ -81,7 +81,7 @@ def _run(command: Sequence[str], what: str) -> None:
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         reason = result.stderr.strip().splitlines() or ["no message"]
-        raise BundleError(f"{what}: {' '.join(line.strip() for line in reason)}")
+        raise Fault(f"{what}: {' '.join(line.strip() for line in reason)}")
 
 
 def resolve(

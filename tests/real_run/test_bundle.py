@@ -1,5 +1,6 @@
 """bundle.sh and unbundle.sh: pack, lose, damage, repeat."""
 
+import hashlib
 import io
 import json
 import os
@@ -10,12 +11,15 @@ import sys
 import tarfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import bundle.__main__ as command
+import cli
+import distribution
 import pytest
 import schemas
-from bundle import fork, packages, patterns
-from bundle.errors import BundleError
+from bundle import packages, patterns
+from cli import Fault
 
 ROOT = Path(__file__).resolve().parents[2]
 UNBUNDLE = ROOT / "scripts" / "unbundle.sh"
@@ -48,6 +52,18 @@ def write_files(folder: Path, files: dict[str, str]) -> None:
         path.write_text(text)
 
 
+def write_sdist(path: Path) -> str:
+    """Upstream's source archive; returns its sha256."""
+    names = ("vllm/ours.py", "vllm/patched.py", "vllm/other.py", "tests/test_a.py")
+    with tarfile.open(path, "w:gz") as tar:
+        for name in names:
+            info = tarfile.TarInfo(f"vllm-1/{name}")
+            text = f"upstream's {name}".encode()
+            info.size = len(text)
+            tar.addfile(info, io.BytesIO(text))
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 @pytest.fixture
 def stack(tmp_path, monkeypatch) -> Path:
     """A small repository with an applied tree, and a network-less uv."""
@@ -58,14 +74,16 @@ def stack(tmp_path, monkeypatch) -> Path:
         '[project.scripts]\nvllm = "vllm.main:main"\n'
         '[project.entry-points."vllm.plugins"]\none = "vllm.plugin:register"\n'
     )
+    sdist = write_sdist(tmp_path / "vllm-1.tar.gz")
     write_files(
         root,
         {
-            "upstream.toml": '[base]\nversion = "1"\n'
-            'sdist = { file = "vllm-1.tar.gz", sha256 = "" }\n'
+            "upstream.toml": '[base]\nversion = "1"\nwheels = {}\n'
+            f'sdist = {{ file = "vllm-1.tar.gz", sha256 = "{sdist}" }}\n'
             '[touches]\n"vllm/patched.py" = ""\n'
             '[[replaces]]\npath = "pyproject.toml"\nsha256 = ""\nwhy = ""\n'
             '[[replaces]]\npath = "vllm/ours.py"\nsha256 = ""\nwhy = ""\n',
+            "vllm/.gitignore": "!/.gitignore\n",
             "scripts/unbundle.sh": UNBUNDLE.read_text(),
             "vllm/pyproject.toml": pyproject,
             "vllm/.stack.json": '{"digest": "abc"}',
@@ -81,18 +99,6 @@ def stack(tmp_path, monkeypatch) -> Path:
             "have.txt": "# the machine\nhave-it 1\nother\n",
         },
     )
-    sdist = tmp_path / "vllm-1.tar.gz"
-    with tarfile.open(sdist, "w:gz") as tar:
-        for name in (
-            "vllm/ours.py",
-            "vllm/patched.py",
-            "vllm/other.py",
-            "tests/test_a.py",
-        ):
-            info = tarfile.TarInfo(f"vllm-1/{name}")
-            text = f"upstream's {name}".encode()
-            info.size = len(text)
-            tar.addfile(info, io.BytesIO(text))
     lists = tmp_path / "lists"
     real = ROOT / "ci" / "bundle"
     write_files(
@@ -105,18 +111,23 @@ def stack(tmp_path, monkeypatch) -> Path:
     write_files(tmp_path, {"bin/uv": FAKE_UV})
     uv.chmod(0o755)
     monkeypatch.setenv("PATH", f"{uv.parent}:{os.environ['PATH']}")
-    monkeypatch.setattr(command, "REPOSITORY", root)
+    monkeypatch.setattr(cli, "REPO", root)
+    # Applying is the patch-stack tool's business, and tested there.
+    marker = SimpleNamespace(digest="abc")
+    monkeypatch.setattr(distribution, "require_applied", lambda loaded: marker)
     monkeypatch.setattr(command, "HERE", lists)
     return root
 
 
 def bundle(stack: Path, *more: str, python: str = HERE) -> int:
-    return command.main(
+    return cli.run(
+        command.parser(),
+        command.run,
         [
             *("--have", str(stack / "have.txt"), "--out", str(stack / "out")),
-            *("--tree", str(stack / "vllm"), "--python-version", python),
+            *("--python-version", python),
             *("--sdist", str(stack.parent / "vllm-1.tar.gz"), *more),
-        ]
+        ],
     )
 
 
@@ -143,28 +154,14 @@ def tree_of(folder: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize(
-    ("says", "fault"),
-    [
-        ({"stack": "abc", "applied": {"digest": "abc"}}, None),
-        ({"stack": "new", "applied": {"digest": "abc"}}, "not as the stack makes it"),
-        ({"stack": "abc", "applied": None}, "not as the stack makes it"),
-        ("error: a broken stack", "a broken stack"),
-    ],
-)
-def test_a_tree_of_another_stack_is_not_packed(stack, capsys, says, fault):
-    status = stack / "scripts" / "status.sh"
-    if isinstance(says, dict):
-        answer = f"echo '{json.dumps(says)}'"
-    else:
-        answer = f"echo '{says}' >&2; exit 1"
-    status.write_text(f"#!/bin/sh\n{answer}\n")
-    status.chmod(0o755)
-    assert bundle(stack) == (0 if fault is None else 1)
-    if fault is not None:
-        last = capsys.readouterr().err.splitlines()[-1]
-        assert last.startswith("bundle.sh: ") and fault in last
-        assert not (stack / "out").exists()
+def test_a_tree_that_is_not_as_applied_is_not_packed(stack, monkeypatch, capsys):
+    def refuse(loaded):
+        raise Fault("nothing is packed: run scripts/apply.sh")
+
+    monkeypatch.setattr(distribution, "require_applied", refuse)
+    assert bundle(stack) == cli.FAILED
+    assert capsys.readouterr().err == "error: nothing is packed: run scripts/apply.sh\n"
+    assert not (stack / "out").exists()
 
 
 def test_round_trip(stack):
@@ -370,10 +367,10 @@ def test_another_python(stack):
 def test_too_few_parts(stack, capsys):
     noise = random.Random(1).randbytes(3 << 20)
     (stack / "vllm/vllm/_C.abi3.so").write_bytes(noise)
-    assert bundle(stack, "--split", "2", "--part-mib", "1") == 1
+    assert bundle(stack, "--split", "2", "--part-mib", "1") == cli.FAILED
     line = capsys.readouterr().err.splitlines()[-1]
     assert line == (
-        "bundle.sh: packages.tar.xz is 3 MiB: 2 parts would be over 1 MiB each; "
+        "error: packages.tar.xz is 3 MiB: 2 parts would be over 1 MiB each; "
         "use --split 4 or more"
     )
     assert not list(stack.glob("out/*/*.tar.xz*"))
@@ -399,7 +396,7 @@ def test_too_few_parts(stack, capsys):
         ),
         (
             lambda s: (s / "upstream.toml").write_text(
-                '[base]\n[[replaces]]\npath = "vllm/gone.py"\n'
+                (s / "upstream.toml").read_text().replace("vllm/ours", "vllm/gone")
             ),
             "vllm-1.tar.gz holds no vllm/gone.py",
         ),
@@ -411,24 +408,24 @@ def test_too_few_parts(stack, capsys):
 )
 def test_bad_input_is_one_line(stack, capsys, spoil, line):
     spoil(stack)
-    assert bundle(stack) == 1
+    assert bundle(stack) == cli.FAILED
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("bundle.sh: ")
+    assert last.startswith("error: ")
     assert line in last
     assert not list(stack.glob("out/part*"))
 
 
 def test_unknown_package_to_carry(stack, capsys):
-    assert bundle(stack, "--with", "nonsense") == 1
+    assert bundle(stack, "--with", "nonsense") == cli.FAILED
     assert "skip.txt leaves out no such package" in capsys.readouterr().err
 
 
 def test_a_resolver_failure_is_one_line(stack, capsys):
     uv = stack.parent / "bin" / "uv"
     uv.write_text("#!/bin/sh\necho 'no network' >&2\nexit 2\n")
-    assert bundle(stack) == 1
+    assert bundle(stack) == cli.FAILED
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last == "bundle.sh: the packages could not be resolved: no network"
+    assert last == "error: the packages could not be resolved: no network"
 
 
 def test_names_are_compared_as_indexes_do():
@@ -456,15 +453,21 @@ def test_patterns():
     assert not patterns.matches("a/bc", listed)
 
 
+def test_another_sdist_than_the_pinned_one(stack, capsys):
+    write_files(stack, {"../vllm-1.tar.gz": "another"})
+    assert bundle(stack) == cli.FAILED
+    assert "upstream.toml pins " in capsys.readouterr().err
+
+
 def test_a_version_needs_no_import(tmp_path):
     write_files(
         tmp_path,
         {
             "pyproject.toml": '[project]\nname = "vllm"\ndependencies = []\n',
-            "vllm/_version.py": "raise SystemExit\n__version__ = '9'\n",
+            "vllm/_version.py": 'raise SystemExit\n__version__ = "9"\n',
         },
     )
-    assert fork.read_project(tmp_path).version == "9"
+    assert distribution.read_project(tmp_path).version == "9"
     (tmp_path / "vllm/_version.py").write_text("")
-    with pytest.raises(BundleError, match="no version in"):
-        fork.read_project(tmp_path)
+    with pytest.raises(Fault, match="no version in"):
+        distribution.read_project(tmp_path)
