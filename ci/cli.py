@@ -19,18 +19,18 @@ sys.path.insert(0, str(REPO / "scripts"))
 from patchstack.errors import StackError as Fault  # noqa: E402
 from patchstack.progress import heartbeat, note  # noqa: E402
 
-__all__ = ["FAILED", "FOUND", "REPO", "Fault", "fail", "note", "run"]
+__all__ = ["FAILED", "FOUND", "REPO", "Fault", "Stopped", "fail", "note", "run"]
 
 FOUND = 1
 FAILED = 2
 
 
-class _Stopped(BaseException):
+class Stopped(BaseException):
     """SIGTERM or SIGHUP: unwinds like an interrupt, so that scratch files go."""
 
 
 def _stop(number: int, _frame: FrameType | None) -> NoReturn:
-    raise _Stopped(number)
+    raise Stopped(number)
 
 
 def fail(text: str, code: int = FAILED) -> int:
@@ -41,19 +41,19 @@ def fail(text: str, code: int = FAILED) -> int:
 
 
 def run(
-    parser: argparse.ArgumentParser,
+    parse: Callable[[Sequence[str] | None], argparse.Namespace],
     command: Callable[[argparse.Namespace], int],
     arguments: Sequence[str] | None = None,
 ) -> int:
-    """Parse the command line, run `command` and return its exit code.
+    """Run `command` with what `parse` makes of the arguments; returns its exit code.
 
     A `Fault`, an error of the operating system and a signal each end in one line on
     stderr. What takes long without a word is named there all the while.
     """
-    options = parser.parse_args(arguments)
+    options = parse(arguments)
     before = {it: signal.signal(it, _stop) for it in (signal.SIGTERM, signal.SIGHUP)}
     try:
-        with heartbeat(parser.prog):
+        with heartbeat("starting"):
             return command(options)
     except Fault as fault:
         return fail(str(fault))
@@ -62,7 +62,7 @@ def run(
         return fail(f"{fault.filename}: {said}" if fault.filename else said)
     except KeyboardInterrupt:
         return fail("interrupted: run it again when you like", 128 + signal.SIGINT)
-    except _Stopped as stopped:
+    except Stopped as stopped:
         return fail("stopped: run it again when you like", 128 + stopped.args[0])
     finally:
         for number, handler in before.items():

@@ -17,14 +17,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPO / "scripts"))
-
-from patchstack import base, stack  # noqa: E402
-from patchstack.errors import StackError, count  # noqa: E402
-from patchstack.patches import Patch  # noqa: E402
-from patchstack.progress import heartbeat, note, step  # noqa: E402
-from patchstack.stack import SERIES, Stack  # noqa: E402
+import cli
+from cli import Fault, note
+from patchstack import base, stack
+from patchstack.errors import count
+from patchstack.patches import Patch
+from patchstack.progress import step
+from patchstack.stack import SERIES, Stack
 
 # What a checkout needs beside its own files, to be applied and tested.
 PARTS = ("scripts", "ci", "tests", "patches", base.FILE, "pyproject.toml", ".gitignore")
@@ -58,7 +57,7 @@ class Scratch:
             shutil.copy2(loaded.places.tree / path, target)
 
     def apply(self, loaded: Stack, patches: Sequence[Patch]) -> None:
-        """Apply only these; raises `StackError` with what apply said."""
+        """Apply only these; raises `Fault` with what apply said."""
         series = "".join(f"{patch.name}\n" for patch in patches)
         (self.repo / "patches" / SERIES).write_text(series)
         touched = {path for patch in patches for path in patch.touches}
@@ -74,7 +73,7 @@ class Scratch:
             check=False,
         )
         if done.returncode:
-            raise StackError(done.stderr.strip().splitlines()[-1])
+            raise Fault(done.stderr.strip().splitlines()[-1])
 
     def test(self, tests: Sequence[str]) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not gpu"]
@@ -91,16 +90,16 @@ class Scratch:
 
 
 def tests_of(patch: Patch, repo: Path) -> list[str]:
-    """The tests that a patch names; raises `StackError` where one has no file."""
+    """The tests that a patch names; raises `Fault` where one has no file."""
     tests = patch.headers.get("Tests", "").split()
     for test in tests:
         if not (repo / test.partition("::")[0]).exists():
-            raise StackError(
+            raise Fault(
                 f"patches/{patch.name}: Tests names {test}, which is not there: "
                 f"scripts/refresh.sh {patch.topic} --tests TESTS"
             )
     if not tests:
-        raise StackError(f"patches/{patch.name} names no tests: give it a Tests: line")
+        raise Fault(f"patches/{patch.name} names no tests: give it a Tests: line")
     return tests
 
 
@@ -127,43 +126,38 @@ def check(loaded: Stack, scratch: Scratch) -> list[Result]:
     return results
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
         prog="scripts/test.sh patches",
         description="Apply the series one patch at a time. The tests of each patch's "
         "Tests: line must pass at its place, and not all pass without it.",
     )
-    parser.add_argument(
+    made.add_argument(
         "--json",
         action="store_true",
         help="result as JSON on stdout (docs/schemas/patches.v1.json)",
     )
-    options = parser.parse_args(argv)
-    try:
-        loaded = stack.load(REPO)
-        with (
-            heartbeat("applying the base"),
-            tempfile.TemporaryDirectory(prefix="each-patch-") as temporary,
-        ):
-            results = check(loaded, Scratch(Path(temporary)))
-    except StackError as fault:
-        print(f"error: {fault}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("error: interrupted: run it again when you like", file=sys.stderr)
-        return 130
+    return made
+
+
+def run(options: argparse.Namespace) -> int:
+    """Check the series and say which patches are at fault."""
+    loaded = stack.load(cli.REPO)
+    step("applying the base")
+    with tempfile.TemporaryDirectory(prefix="each-patch-") as temporary:
+        results = check(loaded, Scratch(Path(temporary)))
     faulty = [result for result in results if result.fault]
     if options.json:
         print(json.dumps([asdict(result) for result in results], indent=1))
-        return 1 if faulty else 0
+        return cli.FOUND if faulty else 0
     for result in faulty:
         print("\n".join(result.log.splitlines()[-30:]))
     for result in results:
         print(f"{result.patch}: {result.fault or 'holds'}")
     if faulty:
-        print(f"error: {count(len(faulty), 'patch')} at fault", file=sys.stderr)
-    return 1 if faulty else 0
+        return cli.fail(f"{count(len(faulty), 'patch')} at fault", cli.FOUND)
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(cli.run(parser().parse_args, run))

@@ -19,7 +19,7 @@ EOT
 }
 
 fail() {
-    echo "sanitize.sh: $*" >&2
+    echo "error: $*" >&2
     exit 2
 }
 

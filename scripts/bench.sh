@@ -1,7 +1,6 @@
-#!/usr/bin/env bash
+#!/bin/sh
 # Measure the fork beside the code it replaces. See --help.
-set -euo pipefail
-root=$(cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/.." && pwd)
+. "$(dirname -- "$(readlink -f -- "$0")")/../ci/start.sh"
 what=${1:-}
 case $what in
     metadata | step) shift ;;
@@ -17,13 +16,8 @@ TEXT
         exit
         ;;
     *)
-        echo "bench.sh: say what to measure: bench.sh metadata|step [options]" >&2
+        echo "error: say what to measure: bench.sh metadata|step [options]" >&2
         exit 2
         ;;
 esac
-python=${PYTHON:-python3}
-command -v -- "$python" >/dev/null || {
-    echo "bench.sh: there is no $python: set PYTHON to the fork's Python" >&2
-    exit 1
-}
-PYTHONPATH=$root/ci${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m "bench.$what" "$@"
+start "bench.$what" "$@"

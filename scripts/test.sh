@@ -86,7 +86,7 @@ run_pytest() {
 run_upstream() {
     local python=$1
     shift
-    PYTHONPATH=$root/ci:$root/scripts${PYTHONPATH:+:$PYTHONPATH} "$python" -m upstream_tests "$@"
+    PYTHONPATH=$root/ci${PYTHONPATH:+:$PYTHONPATH} "$python" -m upstream_tests "$@"
 }
 
 case ${1:-} in

@@ -17,13 +17,15 @@ from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 
+import cli
+from cli import Fault, note
+from patchstack.tree import read_marker
 from proxy_model.config import TOPOLOGIES
 from proxy_model.write import write
 
 from .ported import RELATIVE
 from .records import PATHS, Record, aims, table
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 # The engine in the bench's own process, where its model state can be reached; no
 # sampler that compiles; no network.
 ENVIRONMENT = {
@@ -32,10 +34,6 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-
-
-class BenchError(Exception):
-    """Why there is nothing to measure, in one line."""
 
 
 def numbers(text: str) -> list[int]:
@@ -54,7 +52,7 @@ def paths(text: str) -> list[str]:
     return [path for path in PATHS if path in words]
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="bench.sh metadata",
         description="Measure the metadata build of FULL decode steps side by side: "
@@ -115,13 +113,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def check_machine() -> None:
-    """Raise ``BenchError`` where the engine cannot run."""
+    """Raise ``Fault`` where the engine cannot run."""
     try:
         import torch
     except ImportError as error:
-        raise BenchError("no torch here: install the fork first") from error
+        raise Fault("no torch here: install the fork first") from error
     if not torch.cuda.is_available():
-        raise BenchError("no NVIDIA GPU here: run this on a GPU node")
+        raise Fault("no NVIDIA GPU here: run this on a GPU node")
 
 
 def find_upstream(given: Path | None) -> Path | None:
@@ -132,25 +130,22 @@ def find_upstream(given: Path | None) -> Path | None:
         return None
     path = folder / RELATIVE
     if not path.is_file():
-        raise BenchError(f"{folder} holds no pristine {RELATIVE}")
+        raise Fault(f"{folder} holds no pristine {RELATIVE}")
     return path
 
 
 def name_of_fork() -> str:
     """The commit of this checkout, or the digest of the stack it was packed with."""
     git = subprocess.run(
-        ["git", "-C", str(REPOSITORY), "rev-parse", "HEAD"],
+        ["git", "-C", str(cli.REPO), "rev-parse", "HEAD"],
         capture_output=True,
         text=True,
     )
     if git.returncode == 0:
         return git.stdout.strip()
     bundle = os.environ.get("VLLM_BUNDLE")
-    tree = Path(bundle, "fork") if bundle else REPOSITORY / "vllm"
-    try:
-        return f"stack {json.loads((tree / '.stack.json').read_text())['digest']}"
-    except (OSError, KeyError):
-        return "unknown"
+    marker = read_marker(Path(bundle, "fork") if bundle else cli.REPO / "vllm")
+    return f"stack {marker.digest}" if marker else "unknown"
 
 
 def engines(options: argparse.Namespace) -> Iterator[list[str]]:
@@ -198,7 +193,7 @@ def run_engine(
         command, env=os.environ | ENVIRONMENT, stdout=sys.stderr
     ).returncode
     if code:
-        raise BenchError(
+        raise Fault(
             f"the engine of {proxy} layers at query length {query_len} failed "
             f"({', '.join(measured)}): its log is above"
         )
@@ -209,7 +204,7 @@ def run_engine(
 def bench(options: argparse.Namespace) -> list[Record]:
     check_machine()
     if "ported" in options.path and find_upstream(options.base) is None:
-        print("bench.sh: no --base: the ported path is left out", file=sys.stderr)
+        note("no --base: the ported path is left out")
     records: list[Record] = []
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         for proxy, query_len in product(options.proxy, options.query_len):
@@ -234,16 +229,9 @@ def save(path: Path | None, records: Sequence[Record]) -> None:
         path.write_text(as_json(records) + "\n")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(sys.argv[1:] if arguments is None else arguments)
-    try:
-        records = bench(options)
-    except BenchError as error:
-        print(f"bench.sh: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("bench.sh: stopped", file=sys.stderr)
-        return 130
+def run(options: argparse.Namespace) -> int:
+    """Measure and print what was measured."""
+    records = bench(options)
     if options.json:
         print(as_json(records))
     else:
@@ -253,4 +241,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cli.run(parse, run))

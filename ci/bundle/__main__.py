@@ -306,4 +306,4 @@ def run(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(parser(), run))
+    sys.exit(cli.run(parser().parse_args, run))

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
+import cli
+from cli import Fault, note
+
 from .config import (
     ALL_ROUTED_EXPERTS,
     RANKS,
@@ -82,7 +85,8 @@ def gpu_memory() -> int | None:
     return int(current_platform.get_device_total_memory())
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(
         prog="proxy_model.write",
         description="Write the configuration of a model with DeepSeek-V4.1-Flash's "
@@ -123,6 +127,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.expert_parallel and options.rank_of is None:
         parser.error("--expert-parallel needs --rank-of")
+    return options
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the proxy that the options ask for."""
     rank_of = options.rank_of or 1
     experts = options.routed_experts
     try:
@@ -131,10 +140,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 options.layers, rank_of, options.expert_parallel, gpu_memory()
             )
             if experts < ALL_ROUTED_EXPERTS:
-                print(
-                    f"proxy_model.write: {experts} routed experts of "
-                    f"{ALL_ROUTED_EXPERTS}: this GPU's memory does not hold more",
-                    file=sys.stderr,
+                note(
+                    f"{experts} routed experts of {ALL_ROUTED_EXPERTS}: this GPU's "
+                    "memory does not hold more"
                 )
         write(
             options.out,
@@ -145,18 +153,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rank_of,
             options.expert_parallel,
         )
-    except (ValueError, OSError) as error:
-        print(f"proxy_model.write: {error}", file=sys.stderr)
-        return 1
+    except ValueError as error:
+        raise Fault(str(error)) from error
     except ImportError as error:
-        print(
-            f"proxy_model.write: {error.name} is not installed: install vLLM's "
-            "requirements, or leave out --engram and give --no-tokenizer",
-            file=sys.stderr,
-        )
-        return 1
+        raise Fault(
+            f"{error.name} is not installed: install vLLM's requirements, or leave out "
+            "--engram and give --no-tokenizer"
+        ) from error
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cli.run(parse, run))

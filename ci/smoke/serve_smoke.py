@@ -24,15 +24,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import cli
+from cli import Fault, note
+
 from . import counters
 
-SERVE = Path(__file__).resolve().parents[2] / "scripts" / "serve.sh"
+SERVE = cli.REPO / "scripts" / "serve.sh"
 # The workers log their counters at most this often, on a decode step.
 LOG_INTERVAL_S = 10.0
-
-
-class SmokeError(Exception):
-    """Why there is no verdict, in one line."""
 
 
 class Server:
@@ -67,7 +66,7 @@ class Server:
         told = start
         while time.monotonic() - start < timeout:
             if self.process.poll() is not None:
-                raise SmokeError(
+                raise Fault(
                     f"the server stopped with exit code {self.process.returncode} "
                     f"before it was ready; {self._tail()}"
                 )
@@ -79,9 +78,9 @@ class Server:
                 return time.monotonic() - start
             if time.monotonic() - told > 15:
                 told = time.monotonic()
-                say(f"waiting for the server, {told - start:.0f} s")
+                note(f"waiting for the server, {told - start:.0f} s")
             time.sleep(0.5)
-        raise SmokeError(f"the server was not ready in {timeout:.0f} s; {self._tail()}")
+        raise Fault(f"the server was not ready in {timeout:.0f} s; {self._tail()}")
 
     def stop(self, timeout: float) -> int:
         """Ask the server to stop; its exit code."""
@@ -89,7 +88,7 @@ class Server:
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
-            raise SmokeError(
+            raise Fault(
                 f"the server did not stop in {timeout:.0f} s after SIGTERM"
             ) from None
 
@@ -190,14 +189,14 @@ def wave(
 
 def drive(server: Server, options: argparse.Namespace) -> dict[str, Any]:
     """Send all requests and stop the server; the result so far."""
-    say("starting the server")
+    note("starting the server")
     result: dict[str, Any] = {
         "start_seconds": round(server.wait_until_healthy(options.start_timeout), 1)
     }
     models = json.loads(server.request("/v1/models"))
     model = models["data"][0]["id"]
     result["model"] = model
-    say(f"{model} is ready after {result['start_seconds']} s")
+    note(f"{model} is ready after {result['start_seconds']} s")
     text = complete(server, model, "Hello, world", 16, options.timeout)
     result["text_prompt"] = text
     result["waves"] = []
@@ -211,14 +210,14 @@ def drive(server: Server, options: argparse.Namespace) -> dict[str, Any]:
             options.timeout,
         )
         result["waves"].append(answered)
-        say(
+        note(
             f"concurrency {concurrency}: {answered['tokens']} tokens, "
             f"{answered['tokens_per_second']} tokens/s"
         )
     # Counters are logged on a step some seconds after those before it.
     time.sleep(options.settle)
     complete(server, model, [2, 3, 4], 8, options.timeout)
-    say("stopping the server")
+    note("stopping the server")
     result["exit_code"] = server.stop(options.stop_timeout)
     return result
 
@@ -239,10 +238,6 @@ def verdict(result: dict[str, Any], log: str) -> list[str]:
     return found + counters.faults(counters.last(log))
 
 
-def say(text: str) -> None:
-    print(f"smoke: {text}", file=sys.stderr, flush=True)
-
-
 def concurrencies(text: str) -> list[int]:
     values = [int(word) for word in text.split(",")]
     if min(values) < 1:
@@ -250,7 +245,7 @@ def concurrencies(text: str) -> list[int]:
     return values
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="smoke.serve_smoke",
         description="Serve a proxy model and check real completions and the "
@@ -284,8 +279,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(sys.argv[1:] if arguments is None else arguments)
+def run(options: argparse.Namespace) -> int:
+    """Serve, ask, stop, and print the result with every fault."""
     command = [options.serve, "--proxy", options.proxy]
     command += ["--python", sys.executable, *options.options]
     result: dict[str, Any] = {"command": command}
@@ -295,7 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         log = options.log.read_text(errors="replace")
         result["counters"] = counters.last(log)
         result["faults"] = verdict(result, log)
-    except (SmokeError, OSError) as error:
+    except (Fault, OSError) as error:
         result["faults"] = [str(error)]
     except KeyboardInterrupt:
         result["faults"] = ["stopped"]
@@ -304,9 +299,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.out.write_text(text + "\n")
     print(text)
     for fault in result["faults"]:
-        say(fault)
-    return 1 if result["faults"] else 0
+        cli.fail(fault)
+    return cli.FOUND if result["faults"] else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cli.run(parse, run))

@@ -10,7 +10,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,77 +17,70 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import cli
+from cli import Fault
 from patchstack import fetch, stack
-from patchstack.errors import StackError, count
+from patchstack.errors import count
 from patchstack.stack import Stack
 
 from . import guards, trees
 from .session import HERE, Runner, Session
 
-REPO = HERE.parents[1]
 GPU_WORKERS = 8
 """Files at a time: starting up takes most of them longer than their tests."""
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
         prog="scripts/test.sh upstream",
         description="Run upstream's tests that guard what the fork touches (listed in "
         "tests/upstream/) on the pristine base and on the fork. Exit code 1 if a test "
         "passes on the base and not on the fork.",
     )
-    parser.add_argument("--gpu", action="store_true", help="the list for a GPU machine")
-    parser.add_argument(
+    made.add_argument("--gpu", action="store_true", help="the list for a GPU machine")
+    made.add_argument(
         "--json",
         action="store_true",
         help="result as JSON on stdout (docs/schemas/upstream.v1.json)",
     )
-    parser.add_argument(
+    made.add_argument(
         "--fresh", action="store_true", help="run the base again, whatever is cached"
     )
-    parser.add_argument(
+    made.add_argument(
         "--out",
         type=Path,
         metavar="DIR",
         help="keep the logs, every test's outcome and the result (result.json) here",
     )
-    parser.add_argument(
+    made.add_argument(
         "--workers",
         type=int,
         metavar="N",
         help="processes at a time (default: one a core, 8 on a GPU)",
     )
-    parser.add_argument(
+    made.add_argument(
         "--file-seconds",
         type=float,
         default=120,
         metavar="S",
         help="with --gpu: stop a test file after S seconds (default: 120)",
     )
-    options = parser.parse_args(argv)
-    if (options.workers or 1) < 1 or options.file_seconds <= 0:
-        parser.error("--workers and --file-seconds: give more than 0")
-    try:
-        return run(options)
-    except StackError as fault:
-        print(f"error: {fault}", file=sys.stderr)
-        # 1 is for tests that the fork has lost.
-        return 2
-    except KeyboardInterrupt:
-        print("error: interrupted: run it again when you like", file=sys.stderr)
-        return 130
+    return made
 
 
 def run(options: argparse.Namespace) -> int:
-    loaded = stack.load(REPO)
+    """Run the tests on both trees and say which ones the fork has lost."""
+    if (options.workers or 1) < 1 or options.file_seconds <= 0:
+        raise Fault("--workers and --file-seconds: give more than 0")
+    loaded = stack.load(cli.REPO)
     bundle = trees.bundle()
     fork_tree = trees.fork(loaded, bundle)
     name = "gpu" if options.gpu else "cpu"
-    listed = guards.load(REPO / "tests" / "upstream" / f"{name}.toml")
+    listed = guards.load(cli.REPO / "tests" / "upstream" / f"{name}.toml")
     gone = guards.missing(listed, fork_tree.tests)
     if gone:
         again = "pack the bundle again" if bundle else "run scripts/apply.sh"
-        raise StackError(
+        raise Fault(
             f"tests/upstream/{name}.toml lists {gone[0]}, which is not in "
             f"{fork_tree.tests.name}/: {again}, or take it off the list"
         )
@@ -108,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
         write(cached, asdict(base))
     write(out / "base.json", asdict(base))
     if "passed" not in base.counts():
-        raise StackError(
+        raise Fault(
             f"no test passes on the base: see {out / 'base.log'}; the list guards "
             "nothing here"
         )
@@ -131,7 +123,7 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(facts, indent=1))
     else:
         print("\n".join(_words(listed, base, from_cache, fork, lost, log)))
-    return 1 if lost else 0
+    return cli.FOUND if lost else 0
 
 
 def write(place: Path, value: object) -> None:
@@ -238,6 +230,4 @@ def _words(
 
 
 if __name__ == "__main__":
-    # As an interrupt does: the tests' processes end, and their logs are kept.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(cli.run(parser().parse_args, run))

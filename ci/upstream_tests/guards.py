@@ -4,7 +4,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from patchstack.errors import StackError
+from cli import Fault
 
 
 @dataclass(frozen=True)
@@ -15,19 +15,19 @@ class Guard:
 
 
 def load(place: Path) -> list[Guard]:
-    """Read a list; raises `StackError` for an entry without a reason.
+    """Read a list; raises `Fault` for an entry without a reason.
 
     A list is TOML: a path on the left, the reason on the right.
     """
     try:
         entries = tomllib.loads(place.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise StackError(f"{place} is missing: restore it from git") from None
+        raise Fault(f"{place} is missing: restore it from git") from None
     except tomllib.TOMLDecodeError as fault:
-        raise StackError(f"{place} is not valid TOML: {fault}") from None
+        raise Fault(f"{place} is not valid TOML: {fault}") from None
     for path, why in entries.items():
         if not isinstance(why, str) or not why.strip():
-            raise StackError(f"{place.name}: {path} has no reason: state one")
+            raise Fault(f"{place.name}: {path} has no reason: state one")
     return [Guard(path, why) for path, why in entries.items()]
 
 

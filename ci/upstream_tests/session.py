@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from patchstack.errors import StackError
+from cli import Fault
 from patchstack.progress import Ticker
 
 from . import processes
@@ -61,7 +61,7 @@ class Runner:
     file_s: float = TEST_S
 
     def run(self, name: str, tree: Tree, paths: Sequence[str], log: Path) -> Session:
-        """Run the tests `paths` of a tree; raises `StackError` if none can."""
+        """Run the tests `paths` of a tree; raises `Fault` if none can."""
         started = time.monotonic()
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
@@ -84,7 +84,7 @@ class Runner:
         # pytest refuses to run.
         if not outcomes or (cut and not self.gpu) or _USAGE in codes.values():
             lines = log.read_text(errors="replace").strip().splitlines()
-            raise StackError(
+            raise Fault(
                 f"upstream's tests cannot run on the {name}: {lines[-1]}: see {log}"
             )
         return Session(outcomes, time.monotonic() - started, cut)

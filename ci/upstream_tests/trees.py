@@ -14,11 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from cli import Fault, note
 from patchstack import fetch, identity, source
 from patchstack.archive import Wheel
 from patchstack.base import file_sha256
-from patchstack.errors import StackError
-from patchstack.progress import note
 from patchstack.stack import Stack
 from patchstack.tree import MARKER, read_marker
 
@@ -42,13 +41,13 @@ def bundle() -> Path | None:
 
 
 def fork(loaded: Stack, bundle: Path | None) -> Tree:
-    """The fork's tree; raises `StackError` for a bundle of another stack."""
+    """The fork's tree; raises `Fault` for a bundle of another stack."""
     if bundle is None:
         return Tree(loaded.places.tree, loaded.places.tree)
     tree = _in_bundle(bundle, bundle / "fork")
     marker = read_marker(tree.root)
     if marker is None or marker.digest != loaded.digest or _differ(loaded, tree.root):
-        raise StackError(
+        raise Fault(
             f"the bundle in {bundle} is not of this stack: pack it again with "
             "scripts/bundle.sh"
         )
@@ -121,7 +120,7 @@ def _put_back(loaded: Stack, bundle: Path, root: Path) -> None:
     for path, sha256 in originals.items():
         original = bundle / "base" / path
         if not original.is_file() or file_sha256(original) != sha256:
-            raise StackError(
+            raise Fault(
                 f"{original} is not upstream's file: unpack the bundle again with "
                 "scripts/unbundle.sh --force"
             )

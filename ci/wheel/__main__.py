@@ -153,4 +153,4 @@ def _wheel_file(tags: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(parser(), run))
+    sys.exit(cli.run(parser().parse_args, run))

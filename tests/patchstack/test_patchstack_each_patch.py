@@ -29,7 +29,8 @@ def test_nothing():
 def guarded(stacked):
     """A checkout whose two patches name a test each."""
     (stacked.repo / "ci").mkdir()
-    shutil.copy2(synthetic.REPO / "ci" / "each_patch.py", stacked.repo / "ci")
+    for name in ("each_patch.py", "cli.py"):
+        shutil.copy2(synthetic.REPO / "ci" / name, stacked.repo / "ci")
     (stacked.repo / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
     (stacked.repo / "tests").mkdir()
     (stacked.repo / "tests" / "test_engine.py").write_text(TESTS)

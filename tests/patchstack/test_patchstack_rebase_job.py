@@ -105,5 +105,5 @@ def test_the_folder_is_the_callers(job, tmp_path):
 def test_errors(job, args, newest, message):
     done, repo = job(*args, newest=newest)
     assert done.returncode == 2
-    assert done.stderr == f"ci/rebase: {message}\n"
+    assert done.stderr == f"error: {message}\n"
     assert not (repo / ".rebase-report").exists()

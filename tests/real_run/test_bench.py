@@ -9,12 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import cli
 import pytest
 import schemas
 from bench import metadata, ported
 from bench.records import Record, aims, percentile, table
 from bench.switch import SETTLE, Switch, prompts
 from bench.trace import FORWARD, HEAD, costs, mark
+from cli import Fault
 
 BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench.sh"
 
@@ -536,15 +538,17 @@ def run(*arguments: str):
 
 def test_without_a_gpu_it_is_one_line():
     done = run("metadata")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "bench.sh: no NVIDIA GPU here: run this on a GPU node\n"
+    assert (done.returncode, done.stdout) == (cli.FAILED, "")
+    # Other lines tell that it goes on.
+    last = done.stderr.splitlines()[-1]
+    assert last == "error: no NVIDIA GPU here: run this on a GPU node"
 
 
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ([], "bench.sh: say what to measure: bench.sh metadata|step [options]"),
-        (["speed"], "bench.sh: say what to measure: bench.sh metadata|step [options]"),
+        ([], "error: say what to measure: bench.sh metadata|step [options]"),
+        (["speed"], "error: say what to measure: bench.sh metadata|step [options]"),
         (["metadata", "--proxy", "7"], "--proxy 7: choose from [8, 40]"),
         (["metadata", "--batch", "0"], "argument --batch: invalid numbers value: '0'"),
         (["metadata", "--batch", "64"], "the engine serves 32 requests at most"),
@@ -566,7 +570,7 @@ def test_bad_input_is_one_line(arguments, line):
 def test_the_pristine_copy_is_looked_for(tmp_path, monkeypatch):
     monkeypatch.delenv("VLLM_BUNDLE", raising=False)
     assert metadata.find_upstream(None) is None
-    with pytest.raises(metadata.BenchError, match="holds no pristine"):
+    with pytest.raises(Fault, match="holds no pristine"):
         metadata.find_upstream(tmp_path)
     path = tmp_path / "base" / metadata.RELATIVE
     path.parent.mkdir(parents=True)
@@ -575,16 +579,20 @@ def test_the_pristine_copy_is_looked_for(tmp_path, monkeypatch):
     assert metadata.find_upstream(None) == path
 
 
+def measure(*arguments):
+    return cli.run(metadata.parse, metadata.run, arguments)
+
+
 def test_what_is_measured_is_kept(tmp_path, monkeypatch):
     def engine(options, proxy, query_len, paths, heads, folder):
         if proxy == 8:
-            raise metadata.BenchError("the engine of 8 layers failed")
+            raise Fault("the engine of 8 layers failed")
         return [record(proxy=proxy, path=path) for path in paths], {}
 
     monkeypatch.setattr(metadata, "check_machine", lambda: None)
     monkeypatch.setattr(metadata, "run_engine", engine)
     out = tmp_path / "results" / "records.json"
-    assert metadata.main(["--out", str(out)]) == 1
+    assert measure("--out", str(out)) == cli.FAILED
     written = json.loads(out.read_text())["records"]
     assert [(r["proxy"], r["path"]) for r in written] == [
         (40, path) for path in ("eager", "replay", "in_graph")
@@ -602,7 +610,7 @@ def test_json_alone_on_standard_output(monkeypatch, capsys):
 
     monkeypatch.setattr(metadata, "run_engine", engine)
     subset = ["--query-len", "1,6", "--path", "in_graph,replay", "--proxy", "8"]
-    assert metadata.main(["--json", *subset]) == 0
+    assert measure("--json", *subset) == 0
     written = json.loads(capsys.readouterr().out)
     written = schemas.conforming("bench-metadata.v2", written)["records"]
     assert [(r["proxy"], r["query_len"]) for r in written] == [(8, 1)] * 2 + [
@@ -615,5 +623,5 @@ def test_json_alone_on_standard_output(monkeypatch, capsys):
         (8, 6, ["replay"], {}),
         (8, 6, ["in_graph"], {"1": ["a", "kernel", "6"]}),
     ]
-    assert metadata.main([]) == 0
+    assert measure() == 0
     assert capsys.readouterr().out.split()[:2] == ["proxy", "batch"]

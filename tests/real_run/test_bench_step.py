@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
+import cli
 import pytest
 import schemas
 import torch
@@ -795,17 +796,19 @@ def test_nothing_to_draw_is_one_line(tmp_path):
     kept = tmp_path / "step.json"
     record.save(kept, record.Results())
     done = run("--draw", str(kept), "--plot", str(tmp_path / "step.svg"))
-    assert done.returncode == 1
-    assert done.stderr == "bench.sh: there is no step to draw\n"
+    assert done.returncode == cli.FAILED
+    assert done.stderr.splitlines()[-1] == "error: there is no step to draw"
     missing = run("--draw", str(tmp_path / "none.json"))
-    assert missing.returncode == 1
-    assert len(missing.stderr.splitlines()) == 1
+    assert missing.returncode == cli.FAILED
+    assert missing.stderr.splitlines()[-1].startswith(f"error: {tmp_path}/none.json: ")
 
 
 def test_without_a_gpu_it_is_one_line():
     done = run()
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "bench.sh: no NVIDIA GPU here: run this on a GPU node\n"
+    assert (done.returncode, done.stdout) == (cli.FAILED, "")
+    # Other lines tell that it goes on.
+    last = done.stderr.splitlines()[-1]
+    assert last == "error: no NVIDIA GPU here: run this on a GPU node"
 
 
 @pytest.mark.parametrize(
@@ -830,12 +833,13 @@ def test_bad_input_is_one_line(arguments, line):
 def benched(monkeypatch, tmp_path, capsys):
     """Runs the bench with ``engine_(request)`` in place of engine processes."""
     monkeypatch.setattr(step, "check_machine", lambda: None)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
     out = tmp_path / "kept" / "step.json"
 
     def bench(engine_, *arguments: str):
         monkeypatch.setattr(step, "run_engine", engine_)
-        code = step.main(["--out", str(out), "--layers", "8", *arguments])
+        code = cli.run(
+            step.parse, step.run, ["--out", str(out), "--layers", "8", *arguments]
+        )
         return code, record.load(out), capsys.readouterr()
 
     return bench
@@ -876,7 +880,7 @@ def test_a_failed_engine_leaves_the_others(benched):
         return None
 
     code, results, told = benched(an_engine, "--batch", "1,8")
-    assert code == 1
+    assert code == cli.FAILED
     assert [(r.path, r.batch) for r in results.records] == [
         ("stock", 1),
         ("auto", 1),
@@ -926,8 +930,9 @@ def test_an_interruption_keeps_what_was_measured(benched):
     code, results, told = benched(an_engine)
     assert code == 130
     assert [r.batch for r in results.records] == [1]
-    assert told.err.startswith("bench.sh: stopped: ")
-    assert told.err.endswith("step.json has what was measured\n")
+    kept, end = told.err.splitlines()
+    assert kept.endswith("step.json has what was measured")
+    assert end == "error: interrupted: run it again when you like"
 
 
 def test_a_killed_engine_leaves_a_whole_file(tmp_path):

@@ -121,7 +121,7 @@ def stack(tmp_path, monkeypatch) -> Path:
 
 def bundle(stack: Path, *more: str, python: str = HERE) -> int:
     return cli.run(
-        command.parser(),
+        command.parser().parse_args,
         command.run,
         [
             *("--have", str(stack / "have.txt"), "--out", str(stack / "out")),

@@ -7,9 +7,10 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import cli
 import pytest
 from proxy_model.config import TOPOLOGIES, VOCABULARY, proxy_config
-from proxy_model.write import main, write
+from proxy_model.write import parse, run, write
 
 ATTENTION_GROUPS = {
     # 7 windows, 2 compressed caches, 2 indexers, 1 compressor: the real model's.
@@ -215,8 +216,8 @@ def test_bad_input_is_one_line(tmp_path):
 
     few = run("--layers", "8", "--out", str(tmp_path / "p"), "--routed-experts", "3")
     assert (few.returncode, few.stderr) == (
-        1,
-        "proxy_model.write: 6 experts serve a token: give 6 routed experts or more\n",
+        cli.FAILED,
+        "error: 6 experts serve a token: give 6 routed experts or more\n",
     )
     assert not (tmp_path / "p").exists()
     assert run("--layers", "9", "--out", str(tmp_path)).returncode == 2
@@ -224,5 +225,6 @@ def test_bad_input_is_one_line(tmp_path):
 
 
 def test_a_configuration_alone(tmp_path):
-    assert main(["--layers", "8", "--out", str(tmp_path), "--no-tokenizer"]) == 0
+    arguments = ["--layers", "8", "--out", str(tmp_path), "--no-tokenizer"]
+    assert cli.run(parse, run, arguments) == 0
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]

@@ -5,6 +5,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import cli
 import pytest
 import torch
 from proxy_model import sizes
@@ -15,7 +16,7 @@ from proxy_model.config import (
     RANKS,
     proxy_config,
 )
-from proxy_model.write import experts_of_rank, main
+from proxy_model.write import experts_of_rank, parse, run
 
 GIB = 2**30
 H200, H100 = 139 * GIB, 79 * GIB
@@ -237,16 +238,17 @@ def test_a_rank_that_does_not_fit():
 def test_a_small_gpu_is_told_of(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(writer, "gpu_memory", lambda: H200)
     where = ["--layers", "40", "--out", str(tmp_path), "--no-tokenizer"]
-    assert main([*where, "--rank-of", "8"]) == 0
+    assert cli.run(parse, run, [*where, "--rank-of", "8"]) == 0
     assert capsys.readouterr().err == ""
-    assert main([*where, "--rank-of", "2"]) == 0
+    assert cli.run(parse, run, [*where, "--rank-of", "2"]) == 0
     told = capsys.readouterr().err
     written = json.loads((tmp_path / "config.json").read_text())["text_config"]
     count = written["n_routed_experts"]
     assert 16 <= count < 384
     assert told == (
-        f"proxy_model.write: {count} routed experts of 384: this GPU's memory does "
-        "not hold more\n"
+        f"  {count} routed experts of 384: this GPU's memory does not hold more\n"
     )
-    assert main([*where, "--rank-of", "2", "--routed-experts", "32"]) == 0
+    assert (
+        cli.run(parse, run, [*where, "--rank-of", "2", "--routed-experts", "32"]) == 0
+    )
     assert capsys.readouterr().err == ""

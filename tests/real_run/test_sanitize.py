@@ -101,7 +101,7 @@ def test_no_compute_sanitizer(tmp_path):
     done = sanitize(tmp_path / "logs", cuda_home=tmp_path / "none")
     assert done.returncode == 2 and not (tmp_path / "logs").exists()
     assert done.stderr == (
-        "sanitize.sh: compute-sanitizer not found: "
+        "error: compute-sanitizer not found: "
         "install the CUDA toolkit, or set CUDA_HOME\n"
     )
 

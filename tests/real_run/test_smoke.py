@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import cli
 import pytest
 import schemas
 from smoke import counters, serve_smoke
@@ -126,13 +127,15 @@ def smoke(tmp_path, monkeypatch, capsys):
 
     def run(behaviour: str = "", *more: str) -> tuple[int, dict]:
         monkeypatch.setenv("BEHAVIOUR", behaviour)
-        code = serve_smoke.main(
+        code = cli.run(
+            serve_smoke.parse,
+            serve_smoke.run,
             [
                 *("--serve", str(script), "--log", str(log), "--settle", "0"),
                 *("--out", str(tmp_path / "out.json"), "--concurrency", "1,4"),
                 *("--tokens", "6", "--prompt-tokens", "5", "--stop-timeout", "2"),
                 *("--start-timeout", "20", *more),
-            ]
+            ],
         )
         result = json.loads(capsys.readouterr().out)
         assert result == json.loads((tmp_path / "out.json").read_text())
@@ -202,6 +205,6 @@ def test_a_child_that_outlives_its_server_is_ended(smoke):
 
 def test_no_server_at_all(tmp_path, capsys):
     log = tmp_path / "log"
-    code = serve_smoke.main(["--serve", "/no/such/serve.sh", "--log", str(log)])
-    assert code == 1
+    arguments = ["--serve", "/no/such/serve.sh", "--log", str(log)]
+    assert cli.run(serve_smoke.parse, serve_smoke.run, arguments) == cli.FOUND
     assert "/no/such/serve.sh" in json.loads(capsys.readouterr().out)["faults"][0]

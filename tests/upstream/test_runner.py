@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+import cli
 import pytest
 import schemas
+from cli import Fault
 from patchstack.base import Pin
-from patchstack.errors import StackError
 from patchstack.stack import sha256
 from upstream_tests import __main__ as command
 from upstream_tests import guards, processes, trees
@@ -104,15 +105,13 @@ def test_another_vllm_than_the_trees_is_refused(tmp_path):
     (tree / "tests" / "conftest.py").write_text(
         f"import sys\nsys.path.insert(0, {str(other)!r})\nimport vllm\n"
     )
-    with pytest.raises(StackError, match=f"vllm comes from {other}"):
+    with pytest.raises(Fault, match=f"vllm comes from {other}"):
         run(tree, tmp_path)
 
 
 def test_a_session_that_cannot_run_is_an_error(tmp_path):
     tree = make_tree(tmp_path / "tree", 8)
-    with pytest.raises(
-        StackError, match=r"file or directory not found: .*tests/missing"
-    ):
+    with pytest.raises(Fault, match=r"file or directory not found: .*tests/missing"):
         run(tree, tmp_path, "tests/missing.py")
 
 
@@ -179,7 +178,7 @@ def test_another_vllm_is_refused_file_by_file_too(tmp_path):
     (tree / "tests" / "conftest.py").write_text(
         f"import sys\nsys.path.insert(0, {str(other)!r})\nimport vllm\n"
     )
-    with pytest.raises(StackError, match=f"vllm comes from {other}"):
+    with pytest.raises(Fault, match=f"vllm comes from {other}"):
         run_files(tree, tmp_path, "tests")
 
 
@@ -322,7 +321,7 @@ def test_the_base_of_a_bundle_is_the_release(unpacked, tmp_path):
 )
 def test_a_bundle_of_another_stack_is_refused(unpacked, spoil):
     spoil(unpacked)
-    with pytest.raises(StackError, match="is not of this stack: pack it again"):
+    with pytest.raises(Fault, match="is not of this stack: pack it again"):
         trees.fork(unpacked.loaded, unpacked.bundle)
 
 
@@ -333,7 +332,7 @@ def test_a_base_that_is_not_upstreams_is_refused(unpacked, tmp_path, text):
     if text:
         original.write_text(text)
     with (
-        pytest.raises(StackError, match="is not upstream's file"),
+        pytest.raises(Fault, match="is not upstream's file"),
         trees.base(unpacked.loaded, unpacked.bundle, tmp_path),
     ):
         pass
@@ -356,7 +355,7 @@ def project(tmp_path, monkeypatch):
         ran.append(1)
         yield Tree(base, base)
 
-    monkeypatch.setattr(command, "REPO", repo)
+    monkeypatch.setattr(cli, "REPO", repo)
     monkeypatch.setattr(command.stack, "load", lambda _: loaded)
     monkeypatch.setattr(command, "key", lambda _loaded, _runner, _paths: "k" * 64)
     monkeypatch.setattr(command.trees, "base", base_tree)
@@ -366,8 +365,12 @@ def project(tmp_path, monkeypatch):
     return SimpleNamespace(base=base, fork=fork, listed=listed, ran=ran)
 
 
+def invoke(*arguments):
+    return cli.run(command.parser().parse_args, command.run, arguments)
+
+
 def test_a_lost_test_is_named(project, capsys):
-    assert command.main([]) == 1
+    assert invoke() == cli.FOUND
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("base  1 failed, 4 passed, 1 skipped, 1 xfailed (")
     assert lines[1].startswith("fork  2 failed, 3 passed, 1 skipped, 1 xfailed (")
@@ -379,24 +382,24 @@ def test_a_lost_test_is_named(project, capsys):
 
 
 def test_the_base_is_run_once(project, capsys):
-    assert command.main(["--json"]) == 1
+    assert invoke("--json") == cli.FOUND
     first = schemas.conforming("upstream.v1", json.loads(capsys.readouterr().out))
     assert first["lost"] == [
         {"test": "tests/test_a.py::test_width[16]", "fork": "failed"}
     ]
     (project.fork / "vllm" / "__init__.py").write_text("WIDTH = 16\n")
-    assert command.main(["--json"]) == 0
+    assert invoke("--json") == 0
     second = schemas.conforming("upstream.v1", json.loads(capsys.readouterr().out))
     assert (first["base"]["cached"], second["base"]["cached"]) == (False, True)
     assert second["lost"] == []
     assert project.ran == [1]
-    assert command.main(["--fresh"]) == 0
+    assert invoke("--fresh") == 0
     assert project.ran == [1, 1]
 
 
 def test_results_can_be_kept(project, tmp_path, capsys):
     out = tmp_path / "results" / "today"
-    assert command.main(["--out", str(out), "--json"]) == 1
+    assert invoke("--out", str(out), "--json") == cli.FOUND
     said = json.loads(capsys.readouterr().out)
     assert json.loads((out / "result.json").read_text()) == said
     assert said["stack"] == "unknown"
@@ -407,7 +410,7 @@ def test_results_can_be_kept(project, tmp_path, capsys):
     fork = json.loads((out / "fork.json").read_text())
     assert fork["outcomes"]["tests/test_a.py::test_width[16]"] == "failed"
     # The outcomes of a cached base are kept as well.
-    command.main(["--out", str(tmp_path / "more")])
+    invoke("--out", str(tmp_path / "more"))
     assert (tmp_path / "more/base.json").read_text() == (out / "base.json").read_text()
 
 
@@ -448,8 +451,8 @@ def test_a_stop_from_outside_ends_the_tests_and_keeps_the_log(tmp_path):
         time.sleep(0.1)
     process.terminate()
     said = process.communicate(timeout=30)[1].splitlines()
-    assert process.returncode == 130
-    assert said[-1] == "error: interrupted: run it again when you like"
+    assert process.returncode == 128 + signal.SIGTERM
+    assert said[-1] == "error: stopped: run it again when you like"
     assert (tmp_path / "out/base.log").read_text().startswith("==== tests/test_b.py")
     with pytest.raises(ProcessLookupError):
         wait_for_end(int(pid.read_text()))
@@ -457,21 +460,19 @@ def test_a_stop_from_outside_ends_the_tests_and_keeps_the_log(tmp_path):
 
 @pytest.mark.parametrize("option", ["--workers", "--file-seconds"])
 def test_a_number_that_makes_no_sense(project, capsys, option):
-    with pytest.raises(SystemExit) as stopped:
-        command.main([option, "-1"])
-    assert stopped.value.code == 2
+    assert invoke(option, "-1") == cli.FAILED
     assert "give more than 0" in capsys.readouterr().err
 
 
 def test_a_list_that_guards_nothing_is_an_error(project, capsys):
     (project.base / "tests" / "test_a.py").write_text("def test(): assert False\n")
-    assert command.main([]) == 2
+    assert invoke() == cli.FAILED
     assert "no test passes on the base" in capsys.readouterr().err
 
 
 def test_a_listed_file_that_is_gone_is_an_error(project, capsys):
     project.listed.write_text('"tests/gone.py" = "it guarded"\n')
-    assert command.main([]) == 2
+    assert invoke() == cli.FAILED
     assert capsys.readouterr().err == (
         "error: tests/upstream/cpu.toml lists tests/gone.py, which is not in vllm/: "
         "run scripts/apply.sh, or take it off the list\n"
@@ -481,7 +482,7 @@ def test_a_listed_file_that_is_gone_is_an_error(project, capsys):
 @pytest.mark.parametrize("text", ['"a" = " "', '"a" = 1', "a b"])
 def test_each_entry_needs_a_reason(tmp_path, text):
     (tmp_path / "cpu.toml").write_text(text)
-    with pytest.raises(StackError):
+    with pytest.raises(Fault):
         guards.load(tmp_path / "cpu.toml")
 
 

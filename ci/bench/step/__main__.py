@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -11,10 +10,12 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 
+import cli
+from cli import Fault, note
+from proxy_model import write as proxy_model
 from proxy_model.config import RANKS, TOPOLOGIES
-from proxy_model.write import main as write_proxy
 
-from ..metadata import ENVIRONMENT, BenchError, check_machine, name_of_fork, numbers
+from ..metadata import ENVIRONMENT, check_machine, name_of_fork, numbers
 from . import record
 from .request import Request
 
@@ -143,15 +144,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def proxy(options: argparse.Namespace, folder: Path) -> Path:
-    """Write the proxy's files. Raises ``BenchError``."""
+    """Write the proxy's files. Raises ``Fault``."""
     model = folder / "proxy"
     arguments = ["--layers", str(options.layers), "--out", str(model)]
     if options.rank_of is not None:
         arguments += ["--rank-of", str(options.rank_of)]
     if options.expert_parallel:
         arguments.append("--expert-parallel")
-    if write_proxy(arguments):
-        raise BenchError("there is no such proxy")
+    proxy_model.run(proxy_model.parse(arguments))
     return model
 
 
@@ -195,7 +195,7 @@ def run_engine(request: Request) -> str | None:
 def bench(options: argparse.Namespace, out: Path) -> bool:
     """Measure into ``out``; whether no engine failed.
 
-    Raises ``BenchError`` where nothing can be measured.
+    Raises ``Fault`` where nothing can be measured.
     """
     check_machine()
     deadline = None
@@ -213,7 +213,7 @@ def bench(options: argparse.Namespace, out: Path) -> bool:
             if reason and missing:
                 record.add(out, request.left_out(missing, reason))
             if reason:
-                say(f"{request.path}, query length {request.query_len}: {reason}")
+                note(f"{request.path}, query length {request.query_len}: {reason}")
             none_failed &= reason in (None, OUT_OF_TIME)
     return none_failed
 
@@ -228,11 +228,8 @@ def _missing(request: Request, results: record.Results) -> tuple[int, ...]:
     return tuple(batch for batch in request.batches if batch not in told)
 
 
-def say(text: str) -> None:
-    print(f"bench.sh: {text}", file=sys.stderr, flush=True)
-
-
 def show(options: argparse.Namespace, results: record.Results) -> None:
+    """Print the results, and draw them where ``--plot`` says."""
     print(results.as_json() if options.json else record.table(results), flush=True)
     if options.plot is not None:
         from .plot import draw
@@ -240,10 +237,8 @@ def show(options: argparse.Namespace, results: record.Results) -> None:
         draw(results, options.plot)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
-    # As an interruption, so that the engine ends too.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+def run(options: argparse.Namespace) -> int:
+    """Measure, or show what was measured; raises ``Fault`` where that cannot be."""
     try:
         if options.plot is not None:
             # Rather now than when all is measured.
@@ -255,17 +250,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             out = options.out or Path(folder, "results.json")
             none_failed = bench(options, out)
             show(options, record.load(out))
-        return 0 if none_failed else 1
-    except (BenchError, OSError, ValueError) as error:
-        say(str(error))
+        return 0 if none_failed else cli.FAILED
+    except ValueError as error:
+        raise Fault(str(error)) from error
     except ImportError as error:
-        say(f"{error.name} is not installed: --plot needs it")
-    except KeyboardInterrupt:
-        kept = f": {options.out} has what was measured" if options.out else ""
-        say(f"stopped{kept}")
-        return 130
-    return 1
+        raise Fault(f"{error.name} is not installed: --plot needs it") from error
+    except (KeyboardInterrupt, cli.Stopped):
+        if options.out:
+            note(f"{options.out} has what was measured")
+        raise
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cli.run(parse, run))

@@ -424,7 +424,7 @@ def copy_gb_per_s() -> float:
 
 
 def say(text: str) -> None:
-    print(f"bench.sh: {text}", file=sys.stderr, flush=True)
+    print(f"  {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
