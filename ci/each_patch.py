@@ -31,6 +31,8 @@ PARTS = ("scripts", "ci", "tests", "patches", base.FILE, "pyproject.toml", ".git
 
 @dataclass(frozen=True)
 class Result:
+    """What both checks of a patch have shown."""
+
     patch: str
     fault: str | None
     log: str
@@ -44,6 +46,7 @@ class Scratch:
     repo: Path
 
     def copy(self, loaded: Stack) -> None:
+        """Fill it with what is applied and tested, the series aside."""
         ignored = shutil.ignore_patterns("__pycache__", ".*_cache")
         for part in PARTS:
             place = loaded.places.repo / part
@@ -76,6 +79,7 @@ class Scratch:
             raise Fault(done.stderr.strip().splitlines()[-1])
 
     def test(self, tests: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        """Run tests on the tree as it is."""
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not gpu"]
         return subprocess.run(
             [*command, "-p", "no:cacheprovider", *tests],
@@ -127,6 +131,7 @@ def check(loaded: Stack, scratch: Scratch) -> list[Result]:
 
 
 def parser() -> argparse.ArgumentParser:
+    """The command line of `scripts/test.sh patches`."""
     made = argparse.ArgumentParser(
         prog="scripts/test.sh patches",
         description="Apply the series one patch at a time. The tests of each patch's "

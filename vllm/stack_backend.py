@@ -6,9 +6,13 @@ only when the package is used.  The rest is setuptools.
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NoReturn
 
 from setuptools import build_meta
+
+_Settings = Mapping[str, str | list[str] | None] | None
 
 _TREE = Path(__file__).resolve().parent
 _APPLY = "run scripts/apply.sh, then pip install -e vllm"
@@ -37,33 +41,49 @@ def _refuse_unless_applied() -> None:
         sys.exit(f"error: this tree was made from another stack: {_APPLY}")
 
 
-def get_requires_for_build_editable(config_settings=None):
+def get_requires_for_build_editable(config_settings: _Settings = None) -> list[str]:
     _refuse_unless_applied()
-    return build_meta.get_requires_for_build_editable(config_settings)
+    needed: list[str] = build_meta.get_requires_for_build_editable(config_settings)
+    return needed
 
 
-def prepare_metadata_for_build_editable(metadata_directory, config_settings=None):
+def prepare_metadata_for_build_editable(
+    metadata_directory: str, config_settings: _Settings = None
+) -> str:
     _refuse_unless_applied()
-    return build_meta.prepare_metadata_for_build_editable(
+    folder: str = build_meta.prepare_metadata_for_build_editable(
         metadata_directory, config_settings
     )
+    return folder
 
 
-def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
+def build_editable(
+    wheel_directory: str,
+    config_settings: _Settings = None,
+    metadata_directory: str | None = None,
+) -> str:
     _refuse_unless_applied()
-    return build_meta.build_editable(
+    wheel: str = build_meta.build_editable(
         wheel_directory, config_settings, metadata_directory
+    )
+    return wheel
+
+
+def get_requires_for_build_wheel(config_settings: _Settings = None) -> NoReturn:
+    _refuse_unless_applied()
+    sys.exit(
+        "error: this tree installs in place: pip install -e vllm, or make a wheel: "
+        "scripts/wheel.sh"
     )
 
 
-def get_requires_for_build_wheel(config_settings=None):
-    _refuse_unless_applied()
-    sys.exit("error: this tree installs in place: pip install -e vllm")
+def build_wheel(
+    wheel_directory: str,
+    config_settings: _Settings = None,
+    metadata_directory: str | None = None,
+) -> NoReturn:
+    get_requires_for_build_wheel(config_settings)
 
 
-def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
-    return get_requires_for_build_wheel(config_settings)
-
-
-def build_sdist(sdist_directory, config_settings=None):
-    return get_requires_for_build_wheel(config_settings)
+def build_sdist(sdist_directory: str, config_settings: _Settings = None) -> NoReturn:
+    get_requires_for_build_wheel(config_settings)

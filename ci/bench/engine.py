@@ -197,6 +197,7 @@ def _say(text: str) -> None:
 
 
 def main() -> None:
+    """Measure what the command line asks for, as JSON."""
     values = json.loads(sys.argv[1])
     request = Request(**{f.name: values[f.name] for f in fields(Request)})
     Path(request.out).write_text(json.dumps(asdict(measure(request))))

@@ -53,6 +53,7 @@ def paths(text: str) -> list[str]:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(
         prog="bench.sh metadata",
         description="Measure the metadata build of FULL decode steps side by side: "
@@ -168,8 +169,11 @@ def run_engine(
     forward_heads: dict[str, list[str]],
     folder: Path,
 ) -> tuple[list[Record], dict[str, list[str]]]:
-    """The records of ``measured`` paths, from an engine process of their own, and
-    how its forward graphs begin, for each batch size."""
+    """Measure some paths in an engine process of their own.
+
+    Returns the records of ``measured``, and how the engine's forward graphs begin,
+    for each batch size.
+    """
     model, out = folder / f"proxy-{proxy}", folder / "measured.json"
     if not model.exists():
         write(model, proxy)
@@ -202,6 +206,7 @@ def run_engine(
 
 
 def bench(options: argparse.Namespace) -> list[Record]:
+    """Measure all that is asked for, one engine after the other."""
     check_machine()
     if "ported" in options.path and find_upstream(options.base) is None:
         note("no --base: the ported path is left out")
@@ -220,10 +225,12 @@ def bench(options: argparse.Namespace) -> list[Record]:
 
 
 def as_json(records: Sequence[Record]) -> str:
+    """The document of docs/schemas/bench-metadata.v1.json."""
     return json.dumps({"records": [asdict(record) for record in records]}, indent=1)
 
 
 def save(path: Path | None, records: Sequence[Record]) -> None:
+    """Write the records where ``--out`` says, if it does."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(as_json(records) + "\n")

@@ -22,7 +22,8 @@ RELATIVE = Path(
 def load(path: Path) -> ModuleType:
     """Upstream's module from its pristine copy ``path``."""
     spec = importlib.util.spec_from_file_location("upstream_metadata_graphs", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

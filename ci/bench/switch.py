@@ -73,8 +73,10 @@ class Switch:
         self._prepared: str | None = None
 
     def measure(self, batch: int, turn: int, profiling: bool = False) -> None:
-        """From now on, decode steps of ``batch`` requests take turns of ``turn``
-        steps; their samples start anew."""
+        """Let decode steps of ``batch`` requests take turns of ``turn`` steps.
+
+        Samples start anew.
+        """
         self.samples.clear()
         self._batch, self._turn, self._step = batch, turn, 0
         self._profiling = profiling
@@ -84,8 +86,10 @@ class Switch:
         self._last_start = None
 
     def install_forwards(self, manager_class: Any, full: Any) -> None:
-        """Patch the graph manager's class; call before the engine is made. The
-        steps of eager and ported run upstream's FULL graphs."""
+        """Patch the graph manager's class; call before the engine is made.
+
+        The steps of eager and ported run upstream's FULL graphs.
+        """
         upstreams = {"eager", "ported"}
         self.full_graphs.install(
             manager_class,
@@ -96,9 +100,11 @@ class Switch:
         )
 
     def install(self, ours: Any, stock: Any, decode_batch: Callable[..., Any]) -> None:
-        """Patch the model state's class ``ours``, a subclass of ``stock``; call
-        before the engine is made. ``decode_batch(key, input_buffers,
-        max_model_len)`` makes a dummy step of a graph key."""
+        """Patch the model state's class; call before the engine is made.
+
+        ``ours`` is a subclass of ``stock``. ``decode_batch(key, input_buffers,
+        max_model_len)`` makes a dummy step of a graph key.
+        """
         record = ours.record_metadata_graphs
         release = ours.release_metadata_graphs
         prepare = ours.prepare_attn

@@ -124,8 +124,7 @@ class Launches:
 
 
 def _steps(events: Sequence[dict[str, Any]]) -> dict[str, list[_Step]]:
-    """The steps of each path. The last build of a trace counts as one without
-    an end."""
+    """The steps of each path; a trace's last build counts as one without an end."""
     builds: list[tuple[float, float, str]] = []
     forwards: list[tuple[float, float]] = []
     for event in events:
@@ -171,8 +170,10 @@ def _begin(forward: Sequence[Work], head: Sequence[str]) -> int | None:
 def _metadata(
     step: _Step, head: Sequence[str] | None
 ) -> tuple[list[Work], float | None]:
-    """The metadata work of a step, and the us from its start to that of the
-    forward's own work, which begins with ``head``, or at once without one."""
+    """The metadata work of a step, and the us until the forward's own work starts.
+
+    That begins with ``head``, or at once without one.
+    """
     begin = 0 if head is None else _begin(step.forward, head)
     if begin is None or begin >= len(step.forward):
         return step.build, None

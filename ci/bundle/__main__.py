@@ -33,6 +33,7 @@ FLASH_ATTENTION = "fork/vllm/vllm_flash_attn"
 
 
 def parser() -> argparse.ArgumentParser:
+    """The command line of scripts/bundle.sh."""
     made = argparse.ArgumentParser(
         prog="scripts/bundle.sh",
         description="For a GPU machine without a network: pack the fork, its compiled "

@@ -74,6 +74,7 @@ class Target:
     platform: str
 
     def options(self) -> list[str]:
+        """The target as options of uv."""
         return ["--python-version", self.python, "--python-platform", self.platform]
 
 

@@ -55,6 +55,7 @@ class Topology:
 
     @property
     def layers(self) -> int:
+        """How deep the model is."""
         return len(self.compress_ratios)
 
 

@@ -239,6 +239,7 @@ def verdict(result: dict[str, Any], log: str) -> list[str]:
 
 
 def concurrencies(text: str) -> list[int]:
+    """``1,8,32`` as a list. Raises ValueError."""
     values = [int(word) for word in text.split(",")]
     if min(values) < 1:
         raise ValueError(text)
@@ -246,6 +247,7 @@ def concurrencies(text: str) -> list[int]:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(
         prog="smoke.serve_smoke",
         description="Serve a proxy model and check real completions and the "

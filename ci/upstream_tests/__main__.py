@@ -31,6 +31,7 @@ GPU_WORKERS = 8
 
 
 def parser() -> argparse.ArgumentParser:
+    """The command line of `scripts/test.sh upstream`."""
     made = argparse.ArgumentParser(
         prog="scripts/test.sh upstream",
         description="Run upstream's tests that guard what the fork touches (listed in "
@@ -127,6 +128,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def write(place: Path, value: object) -> None:
+    """Write `value` as JSON."""
     place.write_text(json.dumps(value, indent=1) + "\n")
 
 

@@ -9,6 +9,8 @@ from cli import Fault
 
 @dataclass(frozen=True)
 class Guard:
+    """An entry of a list."""
+
     path: str
     """File or folder below the tree."""
     why: str

@@ -15,6 +15,8 @@ _DUMP_S = 5.0
 
 @dataclass(frozen=True)
 class Job:
+    """A process to be run."""
+
     name: str
     command: Sequence[str]
     cwd: Path

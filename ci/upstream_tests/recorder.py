@@ -13,6 +13,7 @@ import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """Record the reports of all workers, in the process that collects them."""
     # Under xdist the workers' reports all reach the controller.
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Recorder(Path(os.environ["RECORDER_OUT"])))
@@ -20,6 +21,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse another package than that of the tree under test."""
     module = sys.modules.get("vllm")
     origin = getattr(module, "__file__", None) or ""
     tree = Path(os.environ["RECORDER_TREE"])

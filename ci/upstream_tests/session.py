@@ -37,6 +37,8 @@ _USAGE = 4
 
 @dataclass(frozen=True)
 class Session:
+    """What the tests of a tree came to."""
+
     outcomes: Mapping[str, str]
     """Test id -> passed, failed, skipped, xfailed or unfinished."""
     seconds: float
@@ -44,6 +46,7 @@ class Session:
     """Test file -> how its process ended before its tests did."""
 
     def counts(self) -> dict[str, int]:
+        """How many tests had each outcome."""
         return dict(sorted(Counter(self.outcomes.values()).items()))
 
 

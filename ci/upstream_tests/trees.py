@@ -24,6 +24,8 @@ from patchstack.tree import MARKER, read_marker
 
 @dataclass(frozen=True)
 class Tree:
+    """A package under test and the tests for it."""
+
     root: Path
     """Holds the package, `vllm/`."""
     tests: Path

@@ -31,6 +31,7 @@ GENERATOR = "vllm-patchstack"
 
 
 def parser() -> argparse.ArgumentParser:
+    """The command line of scripts/wheel.sh."""
     made = argparse.ArgumentParser(
         prog="scripts/wheel.sh",
         description="Pack the fork as a wheel that pip installs without a checkout: "

@@ -77,7 +77,8 @@ def _copy(
 
     A member takes all from its header to the next one's.
     """
-    assert source.fp is not None and target.fp is not None
+    assert source.fp is not None
+    assert target.fp is not None
     starts = sorted(it.header_offset for it in source.infolist())
     ends = dict(zip(starts, [*starts[1:], source.start_dir], strict=True))
     ticker = Ticker("packing")

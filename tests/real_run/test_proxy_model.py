@@ -139,8 +139,7 @@ def kv_cache_specs(topology) -> dict:
 
 @pytest.mark.parametrize("layers", sorted(TOPOLOGIES))
 def test_every_kind_of_attention_group_is_kept(layers):
-    """vLLM's own planner divides the caches; within a group, each kind of cache
-    has a builder of its own."""
+    """As vLLM's planner divides the caches; each kind in a group has a builder."""
     from vllm.v1.core.kv_cache_planning import get_kv_cache_groups
 
     specs = kv_cache_specs(TOPOLOGIES[layers])

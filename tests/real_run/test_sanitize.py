@@ -14,8 +14,10 @@ CLEAN = "3 passed, 8 deselected, 2 warnings in 4.20s\n== ERROR SUMMARY: 0 errors
 
 @pytest.fixture
 def cuda(tmp_path) -> Path:
-    """A CUDA toolkit whose compute-sanitizer prints ``output`` and exits with ``rc``,
-    both files beside it."""
+    """A CUDA toolkit whose compute-sanitizer does as the files beside it say.
+
+    It prints ``output`` and exits with ``rc``.
+    """
     home = tmp_path / "a toolkit"
     tool = home / "bin/compute-sanitizer"
     tool.parent.mkdir(parents=True)
@@ -59,7 +61,7 @@ def test_one_tool(cuda, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "output, rc",
+    ("output", "rc"),
     [
         pytest.param(CLEAN, 1, id="the tool fails"),
         pytest.param(CLEAN.replace(": 0", ": 10"), 0, id="errors"),
@@ -78,7 +80,7 @@ def test_what_is_no_clean_run(cuda, tmp_path, output, rc):
 
 
 @pytest.mark.parametrize(
-    "arguments, environment, message",
+    ("arguments", "environment", "message"),
     [
         ((), {}, "say which folder"),
         (("{logs}", "leakcheck"), {}, "no tool 'leakcheck': one of memcheck"),
@@ -89,7 +91,8 @@ def test_one_line_where_it_cannot_run(cuda, tmp_path, arguments, environment, me
     logs = tmp_path / "logs"
     arguments = [argument.format(logs=logs) for argument in arguments]
     done = sanitize(*arguments, cuda_home=cuda, **environment)
-    assert done.returncode == 2 and not logs.exists()
+    assert done.returncode == 2
+    assert not logs.exists()
     assert message in done.stderr.splitlines()[-1]
 
 
@@ -99,7 +102,8 @@ def test_one_line_where_it_cannot_run(cuda, tmp_path, arguments, environment, me
 )
 def test_no_compute_sanitizer(tmp_path):
     done = sanitize(tmp_path / "logs", cuda_home=tmp_path / "none")
-    assert done.returncode == 2 and not (tmp_path / "logs").exists()
+    assert done.returncode == 2
+    assert not (tmp_path / "logs").exists()
     assert done.stderr == (
         "error: compute-sanitizer not found: "
         "install the CUDA toolkit, or set CUDA_HOME\n"
@@ -108,4 +112,5 @@ def test_no_compute_sanitizer(tmp_path):
 
 def test_help(tmp_path):
     done = sanitize("--help", cuda_home=tmp_path)
-    assert done.returncode == 0 and done.stdout.startswith("usage: ci/sanitize.sh")
+    assert done.returncode == 0
+    assert done.stdout.startswith("usage: ci/sanitize.sh")

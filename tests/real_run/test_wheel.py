@@ -92,7 +92,8 @@ def contents(wheel):
     assert rows.pop(record) == ["", ""]
     assert rows.keys() == files.keys() - {record}
     for name, (digest, size) in rows.items():
-        assert digest.startswith("sha256=") and "=" not in digest[7:]
+        assert digest.startswith("sha256=")
+        assert "=" not in digest[7:]
         expected = hashlib.sha256(files[name]).hexdigest()
         padded = digest[7:] + "=" * (-len(digest[7:]) % 4)
         assert base64.urlsafe_b64decode(padded).hex() == expected
@@ -190,7 +191,8 @@ def test_an_edited_tree_is_not_packed(checkout, path, says):
     with (checkout.tree / path).open("ab") as file:
         file.write(b"EDITED = True\n")
     fault = checkout.fails("wheel", code=2)
-    assert fault.startswith("nothing is packed: ") and says in fault
+    assert fault.startswith("nothing is packed: ")
+    assert says in fault
     assert not (checkout.repo / "dist").exists()
 
 

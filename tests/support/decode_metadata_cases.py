@@ -1,5 +1,6 @@
-"""Random jobs of the fused decode-metadata launch over guarded buffers, random
-decode steps for them, and the comparison with the reference.
+"""Random jobs of the fused decode-metadata launch, and their comparison.
+
+The jobs write guarded buffers, on random decode steps; the reference does the same.
 
 A case is made on the CPU and copied to the device as whole buffers, so that nothing
 but the launch itself runs there.
@@ -33,8 +34,10 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Shape:
-    """The padded requests and tokens of a launch, the columns of the block tables,
-    and the largest window."""
+    """What a launch is padded to.
+
+    Requests and tokens, the columns of the block tables, and the largest window.
+    """
 
     num_reqs: int
     num_tokens: int
@@ -139,7 +142,8 @@ class Case(NamedTuple):
                 reference(job, self.inputs), done_job.outs, strict=True
             ):
                 if out is not None:
-                    assert value is not None and value.shape == out.shape
+                    assert value is not None
+                    assert value.shape == out.shape
                     out.copy_(value)
         return done
 
@@ -171,8 +175,10 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def _poisoned(
     shape: tuple[int, ...], dtype: torch.dtype, stride: int = 0, guard: int = 0
 ) -> torch.Tensor:
-    """A poisoned tensor whose rows lie ``stride`` elements apart, with ``guard``
-    elements before and after them, and no element more."""
+    """A poisoned tensor whose rows lie ``stride`` elements apart.
+
+    ``guard`` elements come before and after them, and no element more.
+    """
     *rows, columns = shape
     strides = (stride or columns, 1)[-len(shape) :]
     size = (rows[0] - 1) * strides[0] + columns if rows else columns
@@ -308,8 +314,10 @@ class _Layout:
 def _write_random_step(
     inputs: DecodeInputs, layout: _Layout, rng: np.random.Generator
 ) -> None:
-    """Any number of requests from none to all, even or uneven, some without a token;
-    tokens that are not to be cached; blocks that are missing."""
+    """A step of any number of requests from none to all, even or uneven.
+
+    Some have no token; some tokens are not to be cached; some blocks are missing.
+    """
     padded, num_tokens = inputs.num_reqs, inputs.num_tokens
     num_reqs = (0, 1, padded, int(rng.integers(padded + 1)))[rng.integers(4)]
     even = num_tokens // padded
@@ -353,8 +361,11 @@ def _write_random_step(
 def random_case(
     shape: Shape, seed: int, step: int = 0, kinds: Sequence[Kind] = tuple(Kind)
 ) -> Case:
-    """The jobs that ``seed`` gives, of every one of ``kinds``, with the decode step
-    that ``step`` gives; on the CPU, outputs poisoned."""
+    """The jobs that ``seed`` gives, on the CPU, with outputs poisoned.
+
+    There is one of each of ``kinds`` at least, for the decode step that ``step``
+    gives.
+    """
     layout = _Layout(shape, np.random.default_rng(seed))
     tables = tuple(layout.tables())
     inputs = DecodeInputs(

@@ -23,8 +23,11 @@ Outs = tuple[torch.Tensor | None, ...]
 
 @dataclass(frozen=True)
 class TensorJob:
-    """A ``Job`` that still knows its tensors: those of the KV-cache group ``group``
-    of the inputs, and the ``outs``, of which bools are bytes."""
+    """A ``Job`` that still knows its tensors.
+
+    They are those of the KV-cache group ``group`` of the inputs, and the ``outs``, of
+    which bools are bytes.
+    """
 
     kind: Kind
     outs: Outs
@@ -64,8 +67,11 @@ class TensorJob:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """Of each token, [T] int64: its request, the last one for padding, and its
-    position; and [T] bool: whether it is real and whether it is to be cached."""
+    """What is known of each token.
+
+    [T] int64: its request, the last one for padding, and its position; and [T] bool:
+    whether it is real and whether it is to be cached.
+    """
 
     request: torch.Tensor
     position: torch.Tensor
@@ -159,8 +165,10 @@ def _table(job: TensorJob, inputs: DecodeInputs, per_token: bool) -> Outs:
 
 
 def schedule(units: torch.Tensor, workers: int) -> torch.Tensor:
-    """Where the ``workers`` begin, [workers + 1, 2] int64, in items of so many
-    ``units`` [items]; see ``Kind.SCHEDULE``."""
+    """Where the ``workers`` begin, [workers + 1, 2] int64.
+
+    Each item has so many ``units`` [items]; see ``Kind.SCHEDULE``.
+    """
     units = units.long()
     ends = units.cumsum(0)
     worker = torch.arange(workers + 1, device=units.device)

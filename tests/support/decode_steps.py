@@ -1,5 +1,7 @@
-"""Decode steps as a model runner prepares them, and the comparison of what two
-metadata builds leave for the FULL forward graph of such a step."""
+"""Decode steps as a model runner prepares them, and what builds leave for them.
+
+What two metadata builds leave for the FULL forward graph of a step is compared here.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -71,8 +73,9 @@ def write_step(
     num_blocks: int,
     max_model_len: int,
 ) -> InputBatch:
-    """Write the step's inputs as the model runner does, padding included, and
-    return its batch.
+    """Write the step's inputs as the model runner does; returns its batch.
+
+    Padding is written too.
 
     ``block_tables`` are [max_num_reqs, blocks] int32, one a KV-cache group with
     blocks of ``block_sizes`` tokens out of ``num_blocks``; ``slot_mappings`` is
@@ -135,8 +138,10 @@ def storage(tensor: torch.Tensor) -> int:
 def device_view(
     metadata: dict[str, Any], on_device: Callable[[torch.Tensor], bool]
 ) -> View:
-    """Every device tensor of the metadata, once for all layers that share it, by
-    the metadata's type, its first layer and the field."""
+    """Every device tensor of the metadata, once for all layers that share it.
+
+    The key is the metadata's type, its first layer and the field.
+    """
     first_layer: dict[int, tuple[str, Any]] = {}
     for layer, layer_metadata in metadata.items():
         first_layer.setdefault(id(layer_metadata), (layer, layer_metadata))
@@ -153,9 +158,11 @@ def forward_view(
     inputs: set[int],
     on_device: Callable[[torch.Tensor], bool],
 ) -> View:
-    """What a FULL graph captured with the metadata of ``build`` reads and a step
-    refreshes: without constants and the forward's own scratch, which no build
-    writes. ``inputs`` are the storages that the builds only read."""
+    """What a FULL graph captured with the metadata of ``build`` reads of a step.
+
+    A step refreshes all of it: constants and the forward's own scratch, which no
+    build writes, are left out. ``inputs`` are the storages that the builds only read.
+    """
     view = device_view(build(), on_device)
     before = clones(view)
     poison(built(view, inputs))
@@ -182,8 +189,11 @@ def poison(view: View) -> None:
 
 
 def assert_same_for_forward(want: View, got: View, step: Step) -> None:
-    """Real rows bitwise; padding rows too, but where upstream's own value is
-    arbitrary and no kernel reads it, and then within a stated set."""
+    """Compare real rows bitwise, and padding rows too but where it says nothing.
+
+    That is where upstream's own value is arbitrary and no kernel reads it; it has to
+    be within a stated set then.
+    """
     assert want.keys() == got.keys()
     tokens, padded = step.num_tokens, step.padded_reqs
     for path, expected in want.items():

@@ -24,8 +24,10 @@ UPSTREAM_TESTS = (
 
 
 def upstream_test(name: str, device: torch.device) -> Callable[[], None]:
-    """One test function of upstream's file, without the imports and the GPU mark
-    of the rest of the file."""
+    """One test function of upstream's file.
+
+    The imports and the GPU mark of the rest of the file are left out.
+    """
     names = {name, "_ChainBuilder"}
     module = ast.parse(UPSTREAM_TESTS.read_text())
     module.body = [node for node in module.body if getattr(node, "name", "") in names]

@@ -25,6 +25,8 @@ logger = init_logger(__name__)
 
 @dataclass(frozen=True)
 class StackIdentity:
+    """What runs, in the words of a bug report."""
+
     base: str
     """The upstream release."""
     stack: str
@@ -73,8 +75,11 @@ def log_identity() -> None:
 
 
 def register_identity(gauge_cls: Any) -> None:
-    """Export `vllm:stack_info`, a gauge that is always 1 (several API servers
-    share their metrics in files, where Prometheus' own info type is missing)."""
+    """Export `vllm:stack_info`, a gauge that is always 1.
+
+    Several API servers share their metrics in files, where Prometheus' own info type
+    is missing.
+    """
     labels = {
         "base": IDENTITY.base,
         "stack": IDENTITY.stack,
