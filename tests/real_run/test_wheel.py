@@ -49,7 +49,7 @@ def _checkout(tmp_path_factory):
     line = f'{OTHER} = {{ file = "{other.name}", sha256 = "{digest}" }}\n'
     text = pins.read_text().replace("[base.wheels]\n", "[base.wheels]\n" + line)
     pins.write_text(text)
-    shutil.copytree(ROOT / "ci" / "wheel", checkout.repo / "ci" / "wheel")
+    shutil.copytree(ROOT / "ci" / "fork_wheel", checkout.repo / "ci" / "fork_wheel")
     for name in ("cli.py", "distribution.py", "start.sh"):
         shutil.copy2(ROOT / "ci" / name, checkout.repo / "ci")
     shutil.copy2(ROOT / "scripts" / "wheel.sh", checkout.repo / "scripts")
