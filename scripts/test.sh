@@ -15,7 +15,7 @@ Without a part: all but patches and gpu; with arguments, upstream is left out.
   stack     tests of the patch-stack tool          (tests/patchstack)
   package   tests of the decode package            (tests/specialized_decode)
   identity  tests of what an engine reports       (tests/identity)
-  run       tests of bundle, serve and bench       (tests/real_run)
+  run       tests of wheel, bundle, serve, bench    (tests/real_run)
   upstream  upstream's tests that guard what we touch, by the lists in
             tests/upstream, on the base and on the fork (upstream --help)
   patches   each patch at its place: its tests pass with it, and not without it

@@ -233,32 +233,24 @@ def run(*command, **options):
     return subprocess.run(command, capture_output=True, text=True, **options)
 
 
-def test_the_real_wheel(tmp_path):
-    """Packed, installed by pip where nothing else is, imported, and inspected."""
-    done = run(ROOT / "scripts" / "wheel.sh", "--json", "--out", tmp_path)
+def install(folder):
+    """Pack the real stack and let pip install it where nothing else is."""
+    done = run(ROOT / "scripts" / "wheel.sh", "--json", "--out", folder)
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
-    assert run(sys.executable, "-m", "venv", tmp_path / "env").returncode == 0
-    python = tmp_path / "env" / "bin" / "python"
+    assert run(sys.executable, "-m", "venv", folder / "env").returncode == 0
+    python = folder / "env" / "bin" / "python"
     options = ("--no-deps", "--no-compile", "--no-index", "-q")
     done = run(python, "-m", "pip", "install", *options, facts["wheel"])
     assert done.returncode == 0, done.stderr
-    site = next((tmp_path / "env").glob("lib/*/site-packages"))
+    return facts, python, next((folder / "env").glob("lib/*/site-packages"))
 
-    # What pip would install with it is what it would with the tree.
+
+def test_the_real_wheel(tmp_path):
+    facts, python, site = install(tmp_path)
     (packed,) = importlib.metadata.distributions(name="vllm", path=[str(site)])
-    editable = importlib.metadata.distribution("vllm")
-    assert packed.version == editable.version == facts["version"]
-    assert set(packed.metadata) == set(editable.metadata) - {"Dynamic"}
-    python_versions = [it.metadata["Requires-Python"] for it in (packed, editable)]
-    assert len({SpecifierSet(it) for it in python_versions}) == 1
-    for field in set(packed.metadata) - {"Requires-Dist", "Requires-Python"}:
-        assert packed.metadata.get_all(field) == editable.metadata.get_all(field), field
-    assert [*map(Requirement, packed.requires)] == [
-        *map(Requirement, editable.requires)
-    ]
-    points = {(it.group, it.name, it.value) for it in packed.entry_points}
-    assert points == {(it.group, it.name, it.value) for it in editable.entry_points}
+    assert packed.version == facts["version"]
+    is_what_the_tree_says(packed, importlib.metadata.distribution("vllm"))
     # So that pip takes it away again.
     assert site / ".stack.json" in {it.locate() for it in packed.files}
 
@@ -272,23 +264,48 @@ def test_the_real_wheel(tmp_path):
     said = done.stdout.splitlines()[-1]
     expected = site / "vllm" / "__init__.py"
     assert said == f"{expected} {facts['version']} {facts['stack']}", done.stderr
-    doctor = (ROOT / "scripts" / "doctor.sh", "--python", python, "--json")
-    found = json.loads(run(*doctor).stdout)
-    schemas.conforming("doctor.v1", found)
-    assert found["facts"]["identity"] == facts["stack"]
-    assert of_the_package(found["faults"]) == []
+    doctor_tells_it(python, site, facts["stack"])
 
+
+def is_what_the_tree_says(packed, editable):
+    """What pip would install with the wheel is what it would with the tree."""
+    assert packed.version == editable.version
+    assert set(packed.metadata) == set(editable.metadata) - {"Dynamic"}
+    versions = {
+        SpecifierSet(it.metadata["Requires-Python"]) for it in (packed, editable)
+    }
+    assert len(versions) == 1
+    for field in set(packed.metadata) - {"Requires-Dist", "Requires-Python"}:
+        assert packed.metadata.get_all(field) == editable.metadata.get_all(field), field
+    needed = [[Requirement(line) for line in it.requires] for it in (packed, editable)]
+    assert needed[0] == needed[1]
+    points = {(it.group, it.name, it.value) for it in packed.entry_points}
+    assert points == {(it.group, it.name, it.value) for it in editable.entry_points}
+
+
+def doctor_tells_it(python, site, stack):
+    """An installed wheel is whole, edited, or of another stack."""
+
+    def doctor():
+        done = run(ROOT / "scripts" / "doctor.sh", "--python", python, "--json")
+        found = schemas.conforming("doctor.v1", json.loads(done.stdout))
+        return found["facts"]["identity"], of_the_package(found["faults"])
+
+    assert doctor() == (stack, [])
     (site / "vllm" / "stack_identity.py").open("a").write("EDITED = True\n")
     library = next(site.glob("vllm/*.so"))
     library.write_bytes(b"another build")
-    found = json.loads(run(*doctor).stdout)
-    assert found["facts"]["identity"] == facts["stack"] + "+edited"
     remedy = "install the wheel that scripts/wheel.sh makes now"
-    assert of_the_package(found["faults"]) == [
+    faults = [
         "edited since it was installed (vllm/stack_identity.py), so an engine reports "
-        f"{facts['stack']}+edited: {remedy}",
+        f"{stack}+edited: {remedy}",
         f"vllm/{library.name} differ from the release wheel: {remedy}",
     ]
+    assert doctor() == (stack + "+edited", faults)
+    marker = json.loads((site / ".stack.json").read_text())
+    (site / ".stack.json").write_text(json.dumps(marker | {"digest": "f" * 64}))
+    other = f"{site} was packed from another stack ({stack}): {remedy}"
+    assert doctor() == (stack + "+edited", [other, *faults])
 
 
 def of_the_package(faults):
