@@ -56,8 +56,11 @@ def graphs(path: Path, vllm_config: Any, query_len: int, more: Iterable[type]) -
 def decode_batch(
     key: tuple[int, int, int, int], input_buffers: Any, max_model_len: int
 ) -> Any:
-    """A dummy ``InputBatch`` of one of upstream's keys: requests, requests with
-    padding, tokens, tokens with padding. Lengths on the host are bounds."""
+    """A dummy ``InputBatch`` of one of upstream's keys.
+
+    A key is requests, requests with padding, tokens, tokens with padding. Lengths on
+    the host are bounds.
+    """
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
     num_reqs, padded_reqs, num_tokens, padded_tokens = key

@@ -109,6 +109,7 @@ class Launches:
         self._times = [at for at, _ in self._calls]
 
     def count(self, start: float, end: float) -> int:
+        """How many launches there are from ``start`` to ``end``, in us."""
         return bisect_left(self._times, end) - bisect_left(self._times, start)
 
     def __iter__(self) -> Iterator[tuple[float, list[Work]]]:

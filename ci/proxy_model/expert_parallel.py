@@ -54,6 +54,7 @@ class Worker(gpu_worker.Worker):
     """vLLM's GPU worker, whose model is one rank's."""
 
     def load_model(self, **options: Any) -> None:
+        """Load the model as one rank has it."""
         config = self.vllm_config.model_config.hf_config
         with layers_of_one_rank(getattr(config, EXPERT_PARALLEL_SIZE)):
             super().load_model(**options)

@@ -34,6 +34,7 @@ class Matrix(NamedTuple):
 
     @property
     def bytes(self) -> float:
+        """What it takes in memory."""
         return self.rows * self.columns * self.format.value
 
 
@@ -84,8 +85,10 @@ def markov_head(text: Text) -> Matrix:
 
 
 class Routed(NamedTuple):
-    """The routed experts of a layer: how many there are, how many of them a token
-    has, and how many this rank holds."""
+    """The routed experts of a layer.
+
+    How many there are, how many of them a token has, and how many this rank holds.
+    """
 
     experts: int
     chosen: int
@@ -103,7 +106,8 @@ def routed(text: Text, index: int) -> Routed:
 def expert(text: Text, multiple: int = 1) -> float:
     """Bytes of one routed expert, its width rounded up to a ``multiple``."""
     width = -(-text["moe_intermediate_size"] // multiple) * multiple
-    return 3 * text["hidden_size"] * width * Format.MXFP4.value
+    weights: int = 3 * text["hidden_size"] * width
+    return weights * Format.MXFP4.value
 
 
 def shared_width(text: Text) -> int:
@@ -118,8 +122,7 @@ HELD_WIDTH = 128
 
 
 def held(text: Text) -> float:
-    """Bytes of the weights, draft layers included, as an engine holds them on
-    Hopper."""
+    """Bytes of the weights as an engine holds them on Hopper, with draft layers."""
     count = text["num_hidden_layers"] + text["num_nextn_predict_layers"]
     bytes_of_expert = expert(text, HELD_WIDTH)
     total = sum(matrix.bytes for matrix in (*heads(text), *draft(text)))
@@ -132,8 +135,10 @@ def held(text: Text) -> float:
 
 
 def experts_that_fit(text: Text, memory: float) -> int:
-    """How many of the configuration's routed experts ``memory`` bytes hold beside
-    the other weights: all, or a multiple of 16, or 0."""
+    """How many of the configuration's routed experts fit into ``memory`` bytes.
+
+    They lie beside the other weights. It is all, or a multiple of 16, or 0.
+    """
     count: int = text["n_routed_experts"]
     if held(text) <= memory:
         return count

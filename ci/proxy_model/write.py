@@ -54,8 +54,9 @@ def write(
 def experts_of_rank(
     layers: int, rank_of: int, expert_parallel: bool, memory: float | None
 ) -> int:
-    """How many of the model's experts the proxy of a rank has on a GPU of ``memory``
-    bytes: all, where they fit or ``memory`` is not known.
+    """How many of the model's experts the proxy of a rank has.
+
+    On a GPU of ``memory`` bytes it is all, where they fit or ``memory`` is not known.
 
     Raises ValueError as ``proxy_config`` does, and where too few fit to route.
     """

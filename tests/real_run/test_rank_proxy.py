@@ -1,5 +1,4 @@
-"""A proxy of one rank is what upstream's layers make of that rank, and serve.sh
-and the writer start it."""
+"""A proxy of one rank: what upstream's layers make of it, and what starts it."""
 
 import json
 from collections import Counter
@@ -187,9 +186,14 @@ def test_the_layers_of_a_rank_are_made_within_alone():
     from vllm.models.deepseek_v4.nvidia import model
 
     before = (FusedMoEParallelConfig.make, model.DeepseekV4MLP)
-    with pytest.raises(RuntimeError, match="no memory"), layers_of_one_rank(8):
-        assert before[0] is not FusedMoEParallelConfig.make
-        raise RuntimeError("no memory")
+
+    def fail():
+        with layers_of_one_rank(8):
+            assert before[0] is not FusedMoEParallelConfig.make
+            raise RuntimeError("no memory")
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        fail()
     assert before == (FusedMoEParallelConfig.make, model.DeepseekV4MLP)
 
 
@@ -220,7 +224,8 @@ def test_all_experts_where_they_fit(layers, rank_of, memory, experts):
 def test_as_many_experts_as_fit(rank_of, expert_parallel):
     memory = 60 * GIB
     count = experts_of_rank(40, rank_of, expert_parallel, memory)
-    assert 16 <= count < 384 and count % 16 == 0
+    assert 16 <= count < 384
+    assert count % 16 == 0
 
     def held(experts):
         config = proxy_config(40, experts, None, rank_of, expert_parallel)
