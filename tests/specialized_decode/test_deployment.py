@@ -3,23 +3,27 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 from rig import vllm_config
-from vllm.config import CUDAGraphMode
+from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.models.deepseek_v41.nvidia import specialized_decode
 from vllm.models.deepseek_v41.nvidia.specialized_decode import deployment
 from vllm.models.deepseek_v41.nvidia.specialized_decode.deployment import (
-    Decode,
+    HOPPER_REQUIREMENTS,
+    Deployment,
     decode_deployment,
     describe_platform,
     missing_for_device_metadata,
     requested_backend,
     requested_metadata_graphs,
 )
+from vllm.models.deepseek_v41.nvidia.specialized_decode.hopper import kernels, linear
 
 
 class NvidiaGpu:
-    capability = 90
+    # No kernels of its own, so that metadata are all there is.
+    capability = 100
 
     def is_cuda(self):
         return True
@@ -40,13 +44,15 @@ def gpu(monkeypatch):
 
 @pytest.fixture
 def other_ranks(monkeypatch):
-    """The decodes that the other ranks of the TP group settle for."""
+    """What other ranks of the TP group can have: device metadata, Hopper kernels, the
+    executor."""
     ranks = []
 
     def all_reduce(tensor, op, group):
-        assert op == dist.ReduceOp.MIN and group == "cpu"
+        assert op == dist.ReduceOp.MIN
+        assert group == "cpu"
         for rank in ranks:
-            tensor.clamp_(max=int(rank))
+            tensor.copy_(torch.minimum(tensor, torch.tensor(rank)))
 
     monkeypatch.setattr(deployment.dist, "all_reduce", all_reduce)
     monkeypatch.setattr(
@@ -65,7 +71,7 @@ def config(gpu, other_ranks, monkeypatch):
 
 
 def test_auto_is_device_metadata_where_it_can_be(config):
-    assert decode_deployment(config).decode == Decode.DEVICE_METADATA
+    assert decode_deployment(config) == Deployment(device_metadata=True)
 
 
 def test_without_additional_config_it_is_auto(config):
@@ -76,7 +82,7 @@ def test_without_additional_config_it_is_auto(config):
 
 def test_stock_is_stock(config):
     config.additional_config = {"decode_backend": "stock"}
-    assert decode_deployment(config).decode == Decode.STOCK
+    assert decode_deployment(config) == Deployment()
 
 
 def breaking(path, value):
@@ -125,8 +131,7 @@ def test_each_requirement_alone_is_named(config, gpu, monkeypatch, need):
     [missing] = missing_for_device_metadata(config)
     assert missing.startswith(need) and missing.endswith(")")
     # auto serves all the same, latency_specialized says what is missing.
-    assert decode_deployment(config).decode == Decode.STOCK
-    assert decode_deployment(config).missing == (missing,)
+    assert decode_deployment(config) == Deployment(missing=(missing,))
     config.additional_config["decode_backend"] = "latency_specialized"
     with pytest.raises(ValueError, match="decode_backend=auto to serve") as error:
         decode_deployment(config)
@@ -232,8 +237,8 @@ def test_metadata_graphs_are_auto_unless_asked_for():
 
 
 def test_ranks_settle_on_the_lowest_decode(config, other_ranks):
-    other_ranks.append(Decode.STOCK)
-    assert decode_deployment(config).decode == Decode.STOCK
+    other_ranks.append([0, 0, 0])
+    assert not decode_deployment(config).device_metadata
     config.additional_config = {"decode_backend": "latency_specialized"}
     with pytest.raises(ValueError, match="another tensor-parallel rank"):
         decode_deployment(config)
@@ -251,9 +256,7 @@ class TestExecutor:
 
     def test_latency_specialized_is_the_executor(self, config):
         config.additional_config = {"decode_backend": "latency_specialized"}
-        deployed = decode_deployment(config)
-        assert (deployed.decode, deployed.executor) == (Decode.EXECUTOR, "executor")
-        assert not deployed.device_metadata
+        assert decode_deployment(config) == Deployment(executor="executor")
 
     def test_where_it_cannot_run_metadata_is_the_devices(self, config):
         self.missing = ["DSpark"]
@@ -266,7 +269,7 @@ class TestExecutor:
             "decode_backend": "latency_specialized",
             "metadata_graphs": value,
         }
-        assert decode_deployment(config).decode == Decode.EXECUTOR
+        assert decode_deployment(config).executor == "executor"
         assert bool(warnings) is (value != "auto")
 
     def test_auto_keeps_the_outputs_of_the_stock_decode(self, config):
@@ -274,9 +277,83 @@ class TestExecutor:
         assert deployed.device_metadata and deployed.executor is None
 
     def test_ranks_settle_on_device_metadata_together(self, config, other_ranks):
-        other_ranks.append(Decode.DEVICE_METADATA)
+        other_ranks.append([1, 0, 0])
         config.additional_config = {"decode_backend": "latency_specialized"}
         assert decode_deployment(config).device_metadata
+
+
+HOPPER_BREAKING = {
+    "FULL CUDA graphs": breaking(
+        "compilation_config.cudagraph_mode", CUDAGraphMode.PIECEWISE
+    ),
+    "no torch.compile": breaking(
+        "compilation_config.mode", CompilationMode.STOCK_TORCH_COMPILE
+    ),
+    "no LoRA": breaking("lora_config", object()),
+    "no micro-batching": breaking("parallel_config.enable_dbo", True),
+    "no batch invariance": lambda config: None,
+}
+
+
+class TestHopper:
+    @pytest.fixture(autouse=True)
+    def hopper(self, gpu, monkeypatch):
+        gpu.capability = 90
+        self.loaded = SimpleNamespace(load=lambda: None)
+        monkeypatch.setattr(kernels, "kernels", lambda: self.loaded)
+        self.preferred = []
+        monkeypatch.setattr(
+            linear, "prefer_hopper_kernel", lambda: self.preferred.append(True)
+        )
+
+    @pytest.fixture
+    def asked(self, config):
+        config.additional_config = {"decode_backend": "latency_specialized"}
+        return config
+
+    def test_latency_specialized_has_kernels_and_metadata(self, asked):
+        assert decode_deployment(asked) == Deployment(True, True)
+        assert self.preferred
+
+    def test_auto_keeps_the_outputs_of_the_stock_decode(self, config):
+        assert decode_deployment(config) == Deployment(device_metadata=True)
+        assert not self.preferred
+
+    @pytest.mark.parametrize("need", HOPPER_BREAKING)
+    def test_each_requirement_alone_is_named(self, asked, monkeypatch, need):
+        if need == "no batch invariance":
+            monkeypatch.setattr(deployment.envs, "VLLM_BATCH_INVARIANT", True)
+        HOPPER_BREAKING[need](asked)
+        with pytest.raises(ValueError, match="decode_backend=auto to serve") as error:
+            decode_deployment(asked)
+        assert f"latency_specialized needs {need}" in str(error.value)
+        assert not self.preferred
+
+    def test_every_requirement_has_its_case(self):
+        assert len(HOPPER_REQUIREMENTS) == len(HOPPER_BREAKING)
+
+    def test_kernels_that_do_not_compile_are_told(self, asked):
+        def load():
+            raise kernels.KernelError("no such instruction")
+
+        self.loaded.load = load
+        with pytest.raises(ValueError, match=r"kernels that compile \(no such instr"):
+            decode_deployment(asked)
+
+    def test_a_rank_without_them_is_told_on_every_rank(self, asked, other_ranks):
+        other_ranks.append([1, 0, 0])
+        with pytest.raises(ValueError, match="another tensor-parallel rank"):
+            decode_deployment(asked)
+
+    def test_kernels_go_without_device_metadata(self, asked):
+        asked.additional_config["metadata_graphs"] = "eager"
+        deployed = decode_deployment(asked)
+        assert deployed.hopper_kernels
+        assert not deployed.device_metadata
+        assert "metadata_graphs" in deployed.missing[0]
+
+    def test_the_line_of_the_platform_names_them(self):
+        assert "Hopper kernels too under latency_specialized" in describe_platform()
 
 
 def test_the_default_backend():

@@ -12,9 +12,9 @@ from vllm.config import CUDAGraphMode
 from vllm.distributed.elastic_ep import elastic_execute
 from vllm.models.deepseek_v41.nvidia import model, specialized_decode
 from vllm.models.deepseek_v41.nvidia.model_state import DeepseekV41ModelState
-from vllm.models.deepseek_v41.nvidia.specialized_decode.deployment import (
-    Decode,
-    Deployment,
+from vllm.models.deepseek_v41.nvidia.specialized_decode.deployment import Deployment
+from vllm.models.deepseek_v41.nvidia.specialized_decode.hopper.binding import (
+    BindsKernels,
 )
 from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.model_state import (
     DeepseekV41DeviceMetadataModelState,
@@ -33,19 +33,20 @@ class ModelState:
         self.calls.append("release")
 
 
+@pytest.mark.parametrize("hopper_kernels", [False, True])
 @pytest.mark.parametrize(
-    ("decode", "cls"),
-    [
-        (Decode.STOCK, DeepseekV41ModelState),
-        (Decode.DEVICE_METADATA, DeepseekV41DeviceMetadataModelState),
-    ],
+    ("device_metadata", "cls"),
+    [(False, DeepseekV41ModelState), (True, DeepseekV41DeviceMetadataModelState)],
 )
-def test_the_deployment_chooses_the_model_state(decode, cls):
+def test_the_deployment_chooses_the_model_state(device_metadata, cls, hopper_kernels):
     causal_lm = SimpleNamespace(
-        specialized_decode_config=None, decode_deployment=Deployment(decode)
+        specialized_decode_config=None,
+        decode_deployment=Deployment(device_metadata, hopper_kernels),
     )
-    get = model.DeepseekV41LLMForCausalLM.get_model_state_cls
-    assert get(causal_lm) is cls
+    chosen = model.DeepseekV41LLMForCausalLM.get_model_state_cls(causal_lm)
+    assert issubclass(chosen, cls)
+    assert issubclass(chosen, BindsKernels) is hopper_kernels
+    assert hopper_kernels or chosen is cls
 
 
 def profiled_runner(model_state):

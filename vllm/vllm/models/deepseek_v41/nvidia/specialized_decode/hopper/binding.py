@@ -42,17 +42,14 @@ def bind_kernels(vllm_config: VllmConfig) -> None:
                 else:
                     left[part, why] += 1
     logger.info_once(
-        "DeepSeek-V4.1 decode: Hopper kernels in FULL graphs of up to %d rows, for the "
-        "MXFP8 linear layers%s.",
+        "DeepSeek-V4.1 decode: Hopper kernels in FULL graphs of up to %d rows, for MXFP8 "
+        "linear layers%s.",
         MAX_ROWS,
         "".join(f", the {part} of {count} layers" for part, count in bound.items()),
     )
     for (part, why), count in left.items():
         logger.info_once(
-            "DeepSeek-V4.1 decode: the %s of %d layers stays upstream's: %s.",
-            part,
-            count,
-            why,
+            "DeepSeek-V4.1 decode: upstream's %s in %d layers: %s.", part, count, why
         )
 
 
