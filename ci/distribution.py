@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from cli import Fault
-from patchstack import apply, checks, identity, tree
 from patchstack.errors import some
 from patchstack.stack import Stack
-from patchstack.tree import Marker
+from patchstack.stack import version as versions
+from patchstack.tree import Tree, identity
+from patchstack.tree.marker import Marker
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,9 @@ def read_project(root: Path) -> Project:
         raise Fault(
             f"{root} is not an applied tree ({fault}): run scripts/apply.sh first"
         ) from fault
-    version = checks.own_version(root)
+    version = versions.read(root)
     if version is None:
-        raise Fault(f"no version in {root / checks.VERSION_FILE}: restore it from git")
+        raise Fault(f"no version in {root / versions.FILE}: restore it from git")
     return Project(version, table)
 
 
@@ -108,13 +109,12 @@ def require_applied(loaded: Stack) -> Marker:
     What runs from a package of such a tree is nothing that anybody has, and its
     identity names another one.
     """
-    place = loaded.places.tree
-    marker = tree.read_marker(place)
-    machine = marker.machine if marker else ""
-    fault = apply.check(loaded, machine)
+    tree = Tree(loaded.places)
+    marker = tree.marker
+    fault = tree.fault(loaded, marker.machine if marker else "")
     if fault or marker is None:
         raise Fault(f"nothing is packed: {fault}")
-    edited = identity.edited(place, marker)
+    edited = identity.edited(tree.folder, marker)
     if edited:
         raise Fault(
             f"nothing is packed: own files were edited since scripts/apply.sh "

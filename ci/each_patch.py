@@ -19,11 +19,11 @@ from pathlib import Path
 
 import cli
 from cli import Fault, note
-from patchstack import base, stack
+from patchstack import stack
 from patchstack.errors import count
-from patchstack.patches import Patch
 from patchstack.progress import step
-from patchstack.stack import SERIES, Stack
+from patchstack.stack import SERIES, Stack, base
+from patchstack.stack.patch import Patch
 
 # What a checkout needs beside its own files, to be applied and tested.
 PARTS = ("scripts", "ci", "tests", "patches", base.FILE, "pyproject.toml", ".gitignore")
@@ -59,15 +59,10 @@ class Scratch:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(loaded.places.tree / path, target)
 
-    def apply(self, loaded: Stack, patches: Sequence[Patch]) -> None:
+    def apply(self, patches: Sequence[Patch]) -> None:
         """Apply only these; raises `Fault` with what apply said."""
         series = "".join(f"{patch.name}\n" for patch in patches)
         (self.repo / "patches" / SERIES).write_text(series)
-        touched = {path for patch in patches for path in patch.touches}
-        pins = {path: loaded.base.touches[path] for path in touched}
-        place = loaded.places.repo / base.FILE
-        text = base.with_touches(place.read_text(), pins)
-        (self.repo / base.FILE).write_text(text)
         done = subprocess.run(
             [self.repo / "scripts" / "apply.sh"],
             stdin=subprocess.DEVNULL,
@@ -95,7 +90,7 @@ class Scratch:
 
 def tests_of(patch: Patch, repo: Path) -> list[str]:
     """The tests that a patch names; raises `Fault` where one has no file."""
-    tests = patch.headers.get("Tests", "").split()
+    tests = patch.trailers.get("Tests", "").split()
     for test in tests:
         if not (repo / test.partition("::")[0]).exists():
             raise Fault(
@@ -113,7 +108,7 @@ def check(loaded: Stack, scratch: Scratch) -> list[Result]:
     tests = [tests_of(patch, loaded.places.repo) for patch in series]
     scratch.copy(loaded)
     results = []
-    scratch.apply(loaded, [])
+    scratch.apply([])
     for at, patch in enumerate(series):
         started = time.monotonic()
         step(patch.name)
@@ -121,7 +116,7 @@ def check(loaded: Stack, scratch: Scratch) -> list[Result]:
         fault, log = None, ""
         if without.returncode == 0:
             fault, log = "its tests pass without it", without.stdout
-        scratch.apply(loaded, series[: at + 1])
+        scratch.apply(series[: at + 1])
         done = scratch.test(tests[at])
         if done.returncode:
             fault, log = "its tests fail at its place", done.stdout

@@ -1,4 +1,4 @@
 #!/bin/sh
-# See scripts/apply.sh --help; the work is done by scripts/patchstack/apply.py.
+# See scripts/apply.sh --help; the work is done by scripts/patchstack/commands/apply.py.
 . "$(dirname -- "$(readlink -f -- "$0")")/patchstack/start.sh"
 patchstack apply "$@"

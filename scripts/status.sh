@@ -1,4 +1,4 @@
 #!/bin/sh
-# See scripts/status.sh --help; the work is done by scripts/patchstack/status.py.
+# See scripts/status.sh --help; the work is done by scripts/patchstack/commands/status.py.
 . "$(dirname -- "$(readlink -f -- "$0")")/patchstack/start.sh"
 patchstack status "$@"

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import cli
 from cli import Fault, note
-from patchstack.tree import read_marker
+from patchstack.tree.marker import read as read_marker
 from proxy_model.config import TOPOLOGIES
 from proxy_model.write import write
 

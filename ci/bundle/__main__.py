@@ -22,9 +22,11 @@ import cli
 import distribution
 from cli import Fault, note
 from distribution import Project
-from patchstack import fetch, stack
-from patchstack.base import Base
-from patchstack.tree import MARKER
+from patchstack import stack
+from patchstack.release import fetch
+from patchstack.stack import Stack
+from patchstack.stack.base import Base
+from patchstack.tree.marker import MARKER
 
 from . import archive, fork, packages, patterns
 
@@ -88,7 +90,7 @@ def parser() -> argparse.ArgumentParser:
 def find_sdist(given: Path | None, base: Base) -> Path:
     """Upstream's source archive: the given one, the cached one or the index's."""
     if given is None:
-        return fetch.fetch(base.sdist, base.version, offline=False)
+        return fetch.fetch(base.sdist, offline=False)
     if not given.is_file():
         raise Fault(f"--sdist {given}: there is no such file")
     fetch.verify(given, base.sdist)
@@ -160,9 +162,9 @@ def gather_fork(
     return slow, daily
 
 
-def gather_upstream(sdist: Path, base: Base, scratch: Path) -> dict[str, Path]:
+def gather_upstream(sdist: Path, loaded: Stack, scratch: Path) -> dict[str, Path]:
     """Upstream's originals of the files the fork changes, and upstream's tests."""
-    changed = {*base.touches, *(pin.path for pin in base.replaces)}
+    changed = {*loaded.touched, *(pin.path for pin in loaded.base.replaces)}
     package = [path for path in changed if path.startswith("vllm/")]
     files = {}
     for top, wanted in (("base", package), ("upstream", ["tests"])):
@@ -259,7 +261,7 @@ def run(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="bundle-", dir=options.out) as folder:
         scratch = Path(folder)
         slow, daily = gather_fork(options, tree, project, scratch)
-        upstream = gather_upstream(sdist, loaded.base, scratch)
+        upstream = gather_upstream(sdist, loaded, scratch)
         carried, pins = gather_packages(options, scratch, "site", project.dependencies)
         more, test_pins = gather_packages(
             options,

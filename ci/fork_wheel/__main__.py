@@ -18,11 +18,12 @@ import cli
 import distribution
 from cli import note
 from distribution import Project
-from patchstack import fetch, stack
-from patchstack.archive import Wheel
-from patchstack.base import file_sha256
+from patchstack import stack
+from patchstack.files import file_sha256
+from patchstack.release import fetch
+from patchstack.release.archive import Wheel
 from patchstack.stack import Stack
-from patchstack.tree import MARKER, WHEEL_SOURCE, Marker, read_wheel_files
+from patchstack.tree.marker import MARKER, WHEEL_SOURCE, Marker, read_wheel_files
 
 from .repack import repack
 
@@ -86,7 +87,7 @@ def pack(loaded: Stack, arch: str, out: Path, offline: bool) -> dict[str, str | 
     release = loaded.base.wheel(arch)
     marker = distribution.require_applied(loaded)
     project = distribution.read_project(loaded.places.tree)
-    source = fetch.fetch(release, loaded.base.version, offline)
+    source = fetch.fetch(release, offline)
     tags = release.file.removesuffix(".whl").split("-", 2)[2]
     name = f"vllm-{project.version}-{tags}.whl"
     marker = replace(

@@ -19,8 +19,9 @@ from typing import Any
 
 import cli
 from cli import Fault
-from patchstack import fetch, stack
+from patchstack import stack
 from patchstack.errors import count
+from patchstack.release import fetch
 from patchstack.stack import Stack
 
 from . import guards, trees

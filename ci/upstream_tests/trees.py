@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cli import Fault, note
-from patchstack import fetch, identity, source
-from patchstack.archive import Wheel
-from patchstack.base import file_sha256
+from patchstack.files import blob_id, file_sha256
+from patchstack.release import fetch, source
+from patchstack.release.archive import Wheel
 from patchstack.stack import Stack
-from patchstack.tree import MARKER, read_marker
+from patchstack.tree import identity
+from patchstack.tree.marker import MARKER
+from patchstack.tree.marker import read as read_marker
 
 
 @dataclass(frozen=True)
@@ -91,22 +93,17 @@ def _differ(loaded: Stack, root: Path) -> bool:
 def _unpack(loaded: Stack, root: Path) -> None:
     release = loaded.base
     note(f"unpacking vLLM {release.version}")
-    source.resolve(None, release, offline=False).lay(root, release)
-    wheel = fetch.fetch(
-        release.wheel(platform.machine()), release.version, offline=False
-    )
+    source.resolve(None, release, loaded.places, offline=False).unpack(root)
+    wheel = fetch.fetch(release.wheel(platform.machine()), offline=False)
     Wheel(wheel).unpack(root, lambda path: not (root / path).exists())
 
 
 def _put_back(loaded: Stack, bundle: Path, root: Path) -> None:
     """Make the base of the bundle's fork; what both have is linked, not copied."""
-    release = loaded.base
+    replaced = {pin.path: pin.sha256 for pin in loaded.base.replaces}
     originals = {
-        path: sha256
-        for path, sha256 in [
-            *release.touches.items(),
-            *((pin.path, pin.sha256) for pin in release.replaces),
-        ]
+        path: digest
+        for path, digest in (loaded.originals | replaced).items()
         if path.startswith(identity.PACKAGE)
     }
     theirs = bundle / "fork"
@@ -119,9 +116,10 @@ def _put_back(loaded: Stack, bundle: Path, root: Path) -> None:
         }
 
     shutil.copytree(theirs, root, ignore=names, copy_function=os.link)
-    for path, sha256 in originals.items():
+    for path, digest in originals.items():
         original = bundle / "base" / path
-        if not original.is_file() or file_sha256(original) != sha256:
+        of = file_sha256 if path in replaced else blob_id
+        if not original.is_file() or of(original) != digest:
             raise Fault(
                 f"{original} is not upstream's file: unpack the bundle again with "
                 "scripts/unbundle.sh --force"

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from .errors import StackError
-from .gitcmd import GitError
+from .git import GitError
 from .progress import heartbeat
 
 COMMANDS = ("apply", "refresh", "status", "doctor", "rebase", "export")
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     if name not in COMMANDS:
         print(f"error: no such command: {name!r}", file=sys.stderr)
         return 2
-    command = importlib.import_module(f".{name}", __package__)
+    command = importlib.import_module(f".commands.{name}", __package__)
     parser = argparse.ArgumentParser(prog=f"scripts/{name}.sh")
     command.add_arguments(parser)
     options = parser.parse_args(argv[1:])
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
             stream.reconfigure(errors="backslashreplace")
     try:
         with heartbeat(name):
-            code = command.run(_repo(), options)
+            code: int = command.run(_repo(), options)
         if sys.stdout:
             # Here, where a reader that has gone can still be seen.
             sys.stdout.flush()

@@ -6,12 +6,12 @@ class StackError(Exception):
 
 
 def some(names: list[str], limit: int = 3) -> str:
-    """The first few of `names`, and how many more there are."""
+    """Return the first few of `names`, and how many more there are."""
     rest = len(names) - limit
     return ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def count(number: int, noun: str) -> str:
-    """`1 patch`, `2 patches`."""
+    """Return `1 patch`, `2 patches`."""
     plural = noun + ("es" if noun.endswith("ch") else "s")
     return f"{number} {noun if number == 1 else plural}"

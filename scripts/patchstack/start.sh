@@ -3,7 +3,7 @@
 patchstack() {
     scripts=$(dirname -- "$(readlink -f -- "$0")")
     if ! command -v python3 >/dev/null 2>&1; then
-        echo "error: python3 is not installed: install Python 3.11 or newer" >&2
+        echo "error: python3 is not installed: install Python 3.11.4 or newer" >&2
         exit 1
     fi
     if ! command -v git >/dev/null 2>&1; then

@@ -6,8 +6,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from patchstack import identity, tree
-from patchstack.tree import Marker
+from patchstack.files import file_sha256
+from patchstack.tree import identity, marker
+from patchstack.tree.marker import Marker
 from vllm import stack_identity
 from vllm.stack_identity import UNKNOWN, StackIdentity
 from vllm.version import __version__
@@ -22,18 +23,18 @@ def applied(tmp_path):
     for path, text in TEXTS.items():
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text(text)
-    files = {path: identity.file_sha256(tmp_path / path) for path in TEXTS}
+    files = {path: file_sha256(tmp_path / path) for path in TEXTS}
     facts = {name: "" for name in Marker.__dataclass_fields__}
     name = identity.name("0123456789abcdef", files)
-    marker = Marker(**facts | {"base": "9.9.0", "identity": name, "files": files})
-    tree.write_marker(tmp_path, marker)
+    made = Marker(**facts | {"base": "9.9.0", "identity": name, "files": files})
+    marker.write(tmp_path, made)
     return tmp_path
 
 
 def both(folder):
     """The identity by the package, which must be the tool's too."""
     found = stack_identity.read(folder)
-    assert found.stack == identity.reported(folder, tree.read_marker(folder))
+    assert found.stack == identity.reported(folder, marker.read(folder))
     return found
 
 
@@ -90,13 +91,13 @@ def test_no_usable_marker_is_unknown(tmp_path, text):
 
 
 def test_a_marker_of_an_older_tool_is_unknown(applied):
-    old = asdict(tree.read_marker(applied))
+    old = asdict(marker.read(applied))
     del old["identity"], old["files"]
-    (applied / tree.MARKER).write_text(json.dumps(old))
+    (applied / marker.MARKER).write_text(json.dumps(old))
     assert both(applied).stack == UNKNOWN
 
 
 def test_status_names_what_the_package_reports():
     out = subprocess.check_output([REPO / "scripts/status.sh", "--json"], text=True)
     assert json.loads(out)["identity"] == stack_identity.read(REPO / "vllm").stack
-    assert stack_identity.MARKER == tree.MARKER
+    assert stack_identity.MARKER == marker.MARKER

@@ -1,6 +1,6 @@
 """Run the tool of a checkout with an event at a point in it.
 
-Arguments: the checkout, `EVENT:before|after:MODULE.NAME`, then the command.  With
+Arguments: the checkout, `EVENT:before|after:MODULES.NAME`, then the command.  With
 `*N` after the name the event is at the Nth call only.
 """
 
@@ -57,9 +57,11 @@ def wrap(original):
     return wrapped
 
 
-holder = importlib.import_module("patchstack." + target.split(".")[0])
-*parents, name = target.split(".")[1:]
+*parents, name = target.split(".")
+holder = importlib.import_module("patchstack")
 for parent in parents:
+    if not hasattr(holder, parent):
+        importlib.import_module(f"{holder.__name__}.{parent}")
     holder = getattr(holder, parent)
 if name == "_exchange":
     # A system that cannot exchange folders: the two renames of the fallback.

@@ -14,7 +14,8 @@ import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from patchstack import own, stack
+from patchstack import stack
+from patchstack.stack import base, own
 
 REPO = Path(__file__).resolve().parents[2]
 MACHINE = platform.machine()
@@ -403,47 +404,50 @@ def make_checkout(folder: Path, upstream: Upstream) -> Checkout:
     checkout = Checkout(repo, upstream, cache)
     checkout.offer(upstream)
     checkout.git("init", "-q")
+    checkout.git("config", "user.name", "Ada")
+    checkout.git("config", "user.email", "ada@example.org")
     checkout.commit()
     return checkout
 
 
 def pins(upstream: Upstream) -> str:
     """`upstream.toml` of a stack on this release."""
-    lines = ["[base]", f'version = "{upstream.version}"']
-    sdist = upstream.sdist
-    lines.append(
-        f'sdist = {{ file = "{sdist.name}", sha256 = "{sha256(sdist.read_bytes())}" }}'
+    sdist, wheel = (
+        base.Archive(it.name, sha256(it.read_bytes()))
+        for it in (upstream.sdist, upstream.wheel)
     )
-    wheel = upstream.wheel
-    lines += [
-        "[base.wheels]",
-        f'{MACHINE} = {{ file = "{wheel.name}", '
-        f'sha256 = "{sha256(wheel.read_bytes())}" }}',
-        "",
-        "# What patches edit.",
-        "[touches]",
-        "",
-        "# Ours instead.",
+    replaces = [pin(path, sha256(upstream.files[path])) for path in REPLACED]
+    removes = [
+        pin(
+            path,
+            _folder_digest(upstream.files, path)
+            if path.endswith("/")
+            else sha256(upstream.files[path]),
+        )
+        for path in REMOVED
     ]
-    for path in REPLACED:
-        lines += _pin("replaces", path, sha256(upstream.files[path]))
-    for path in REMOVED:
-        if path.endswith("/"):
-            digest = _folder_digest(upstream.files, path)
-        else:
-            digest = sha256(upstream.files[path])
-        lines += _pin("removes", path, digest)
-    return "\n".join(lines) + "\n"
+    return base.render(
+        base.Base(
+            upstream.version,
+            sdist,
+            {MACHINE: wheel},
+            tuple(replaces),
+            tuple(removes),
+        )
+    )
 
 
-def _pin(kind: str, path: str, digest: str) -> list[str]:
-    return [
-        f"[[{kind}]]",
-        f'path = "{path}"',
-        f'sha256 = "{digest}"',
-        'why = "ours is better"',
-        "",
-    ]
+def pin(path: str, digest: str) -> base.Pin:
+    return base.Pin(path, digest, "ours is better")
+
+
+def budget(checkout: Checkout, patch: str, lines: int, why: str = "it is long") -> None:
+    """State a budget in the checkout's `upstream.toml`."""
+    place = checkout.repo / "upstream.toml"
+    entry = base.Budget(patch, lines, why)
+    old = base.parse(place.read_text())
+    new = base.Base(**vars(old) | {"budgets": (*old.budgets, entry)})
+    place.write_text(base.render(new))
 
 
 def _folder_digest(files: dict[str, bytes], folder: str) -> str:

@@ -1,10 +1,10 @@
 """Drift: each kind of change in what our code takes from upstream, and none else."""
 
 import pytest
-from patchstack import drift
+from patchstack.drift import compare as drift
+from patchstack.drift.symbols import SourceTree
+from patchstack.drift.uses import Code
 from patchstack.errors import StackError
-from patchstack.symbols import SourceTree
-from patchstack.uses import Code
 
 UPSTREAM = {
     "vllm/__init__.py": "",

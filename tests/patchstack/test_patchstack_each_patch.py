@@ -55,8 +55,8 @@ def test_a_guarded_stack_holds(guarded):
     done = each_patch(guarded)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
-        "0001-step-by-two.patch: holds",
-        "0002-wide-layers.patch: holds",
+        "step-by-two.patch: holds",
+        "wide-layers.patch: holds",
     ]
     assert guarded.snapshot() == before
 
@@ -75,7 +75,7 @@ def test_a_test_that_passes_without_the_patch_guards_nothing(guarded):
     name_tests(guarded, STEP, "tests/test_engine.py::test_nothing")
     done = each_patch(guarded)
     assert done.returncode == 1
-    assert "0002-wide-layers.patch: its tests pass without it" in done.stdout
+    assert "wide-layers.patch: its tests pass without it" in done.stdout
     assert done.stderr.splitlines()[-1] == "error: 1 patch at fault"
 
 
@@ -84,6 +84,6 @@ def test_a_test_that_is_gone_is_an_error(guarded):
     done = each_patch(guarded)
     assert done.returncode == 2
     assert done.stderr == (
-        "error: patches/0002-wide-layers.patch: Tests names tests/gone.py, which is "
+        "error: patches/wide-layers.patch: Tests names tests/gone.py, which is "
         "not there: scripts/refresh.sh wide-layers --tests TESTS\n"
     )

@@ -1,15 +1,13 @@
 """Patch files, the list of own files and `upstream.toml`: pure functions."""
 
-import os
-import sys
-from pathlib import Path
-
 import pytest
-from patchstack import base, fetch, own, patches
-from patchstack.base import Pin
-from patchstack.patches import PatchFormatError
+from patchstack.errors import StackError
+from patchstack.stack import base, own, with_series
+from patchstack.stack import patch as format_
+from patchstack.stack.base import Budget, Pin
+from patchstack.stack.patch import PatchFormatError
 
-NAME = "0001-topic.patch"
+NAME = "topic.patch"
 GOOD = b"""\
 From 0000000000000000000000000000000000000000 Mon Sep 17 00:00:00 2001
 From: Ada <ada@example.org>
@@ -22,8 +20,6 @@ Why: the reason
  goes on
 Upstream-status: filed somewhere
 Drop-when: tests/x.py::test_y
-Touches: vllm/a.py
- vllm/b c.py
 Tests: tests/x.py
 
 diff --git a/vllm/a.py b/vllm/a.py
@@ -54,22 +50,37 @@ def edited(old: bytes, new: bytes) -> bytes:
 
 def faults(data: bytes, budget: int = 40) -> list[str]:
     prefix = f"patches/{NAME}: "
-    found = patches.lint(patches.parse(NAME, data), data, budget)
+    found = format_.lint(format_.parse(NAME, data), budget)
     assert all(fault.startswith(prefix) for fault in found)
     return [fault.removeprefix(prefix) for fault in found]
 
 
-def test_parse_and_write_are_inverse():
-    patch = patches.parse(NAME, GOOD)
-    assert patch.to_bytes() == GOOD
+def test_a_patch_is_read():
+    patch = format_.parse(NAME, GOOD)
     assert faults(GOOD) == []
-    assert (patch.number, patch.topic) == (1, "topic")
+    assert patch.topic == "topic"
     assert patch.author == "Ada <ada@example.org>"
     assert patch.subject == "Ask the hook"
     assert patch.body == "More about it."
-    assert patch.headers["Why"] == "the reason\ngoes on"
+    assert patch.trailers["Why"] == "the reason\ngoes on"
     assert patch.touches == ["vllm/a.py", "vllm/b c.py"]
     assert patch.quoted == 5
+    assert patch.files[0].added == {4}
+    assert patch.message == format_.message(patch.subject, patch.body, patch.trailers)
+
+
+def test_headers_that_git_folds_or_encodes():
+    data = edited(b"From: Ada <", b"From: =?UTF-8?q?Zo=C3=AB?=\n <")
+    data = data.replace(b"Ask the hook", "Ask the\n höok".encode())
+    patch = format_.parse(NAME, data)
+    assert patch.author == "Zoë <ada@example.org>"
+    assert patch.subject == "Ask the höok"
+
+
+def test_trailers_of_others_stay_before_ours():
+    trailers = {"Tests": "t", "Signed-off-by": "Ada", "Why": "a\nb"}
+    text = format_.message("Subject", "", trailers)
+    assert text == "Subject\n\nSigned-off-by: Ada\nWhy: a\n b\nTests: t\n"
 
 
 @pytest.mark.parametrize(
@@ -85,11 +96,6 @@ def test_parse_and_write_are_inverse():
             "Upstream-status is 'soon': say none, filed WHERE or merged in VERSION",
         ),
         (
-            b"\n vllm/b c.py\n",
-            b"\n",
-            "Touches lists other files than the diff: vllm/a.py vllm/b c.py",
-        ),
-        (
             b"Ask the hook",
             b"ask the hook",
             "the subject must start with a capital and fit 72 columns",
@@ -100,26 +106,6 @@ def test_parse_and_write_are_inverse():
             "the subject must start with a capital and fit 72 columns",
         ),
         (b"Ask the hook", b"Ask the hook.", "the subject ends with a full stop"),
-        (
-            b"@@ -1,4 +1,5 @@\n one\n",
-            b"@@ -1,5 +1,6 @@\n zero\n one\n",
-            "a hunk has more than 3 lines of context",
-        ),
-        (
-            b"+1,5 @@\n",
-            b"+1,5 @@ def upstream():\n",
-            "a hunk header quotes upstream behind @@: run scripts/refresh.sh",
-        ),
-        (
-            b"\n\ndiff",
-            b"\n---\n a | 1 +\n\ndiff",
-            "not in the form that scripts/refresh.sh writes: run it",
-        ),
-        (
-            b"From 0000",
-            b"From 1234",
-            "not in the form that scripts/refresh.sh writes: run it",
-        ),
     ],
 )
 def test_lint(old, new, fault):
@@ -134,89 +120,62 @@ def test_budget():
     ]
 
 
-def test_context_between_two_changes_is_shared():
-    def widest(middle: int) -> int:
-        lines = b"+a\n" + b" x\n" * middle + b"+b\n"
-        hunk = b"@@ -1,%d +1,%d @@\n" % (middle, middle + 2) + lines
-        data = GOOD[: GOOD.index(b"@@")] + hunk
-        return patches.parse(NAME, data).files[0].hunks[0].widest_context()
-
-    assert widest(6) == 3
-    assert widest(7) == 4
-
-
 @pytest.mark.parametrize(
     ("data", "error"),
     [
-        (b"", "patches/0001-topic.patch has no diff"),
+        (b"", "patches/topic.patch has no diff"),
         (
             GOOD.replace(b"\n", b"\r\n"),
-            "patches/0001-topic.patch has CRLF line ends, so git converted it on "
+            "patches/topic.patch has CRLF line ends, so git converted it on "
             "checkout: check it out again with core.autocrlf=false",
         ),
         (
             edited(b"Date: Sun, 29 Nov 2026 18:00:00 +0000\n", b""),
-            "patches/0001-topic.patch is not a git format-patch mail: it has no Date: "
-            "line",
+            "patches/topic.patch is not a git format-patch mail: it has no Date: line",
         ),
         (
             edited(b"index 1111", b"new file mode 100644\nindex 1111"),
-            "patches/0001-topic.patch, line 2 of the diff: a patch only edits files "
-            "that are there, not 'new file mode 100644': put new files into the tree "
-            "as own files, list removed ones in upstream.toml",
+            "patches/topic.patch: 'diff --git a/vllm/a.py b/vllm/a.py', 'new file mode "
+            "100644' is not the edit of a text that is there: put new files into the "
+            "tree as own files, list removed ones in upstream.toml",
         ),
         (
-            edited(b"index 1111", b"index "),
-            "patches/0001-topic.patch, line 2 of the diff: the index line needs full "
-            "blob ids and a file mode (--full-index)",
-        ),
-        (
-            edited(b"a/vllm/a.py b/vllm/a.py", b"a/vllm/a.py b/vllm/z.py"),
-            "patches/0001-topic.patch, line 2 of the diff: a patch neither renames a "
-            "file nor quotes its name",
-        ),
-        (
-            edited(b"+++ b/vllm/a.py", b"+++ b/vllm/z.py"),
-            "patches/0001-topic.patch, line 5 of the diff: the +++ line names another "
-            "file",
-        ),
-        (
-            edited(b"-1,4 +1,5", b"-1,6 +1,7"),
-            "patches/0001-topic.patch, line 5 of the diff: the hunk is shorter or "
-            "longer than its @@ line says",
-        ),
-        (
-            edited(b"-1,4 +1,5", b"-1,3 +1,4"),
-            "patches/0001-topic.patch, line 10 of the diff: expected 'diff --git a/', "
-            "found ' four'",
-        ),
-        (
-            GOOD + b"-- \n2.39.5\n\n",
-            "patches/0001-topic.patch, line 19 of the diff: expected 'diff --git a/', "
-            "found '-- '",
-        ),
-        (
-            GOOD[: GOOD.index(b"@@")],
-            "patches/0001-topic.patch, line 5 of the diff: no hunk",
+            edited(b"Why: the reason\n", b"<<<<<<< ours\nWhy: the reason\n"),
+            "patches/topic.patch has the conflict markers of a merge: settle them (of "
+            "two index lines keep either), then scripts/refresh.sh --reseal",
         ),
         (
             edited(b"Ada", b"\xff"),
-            "patches/0001-topic.patch: the message is not UTF-8",
+            "patches/topic.patch: the message is not UTF-8",
         ),
     ],
 )
 def test_what_is_no_patch(data, error):
     with pytest.raises(PatchFormatError) as caught:
-        patches.parse(NAME, data)
+        format_.parse(NAME, data)
     assert str(caught.value) == error
 
 
 @pytest.mark.parametrize(
-    "name", ["1-topic.patch", "0001-Topic.patch", "0001-a_b.patch"]
+    ("old", "new"),
+    [
+        (b"index 1111", b"index z111"),
+        (b"a/vllm/a.py b/vllm/a.py", b"a/vllm/a.py b/vllm/z.py"),
+        (b"+++ b/vllm/a.py", b"+++ b/vllm/z.py"),
+        (b"100644\n", b"120000\n"),
+        (b"@@ -1,4 +1,5 @@\n", b""),
+    ],
 )
+def test_what_is_no_edit(old, new):
+    data = edited(old, new)
+    with pytest.raises(PatchFormatError, match="is not the edit of a text that is"):
+        format_.parse(NAME, data)
+
+
+@pytest.mark.parametrize("name", ["-topic.patch", "Topic.patch", "a_b.patch", ".patch"])
 def test_names(name):
-    with pytest.raises(PatchFormatError, match=r"name it NNNN-topic\.patch"):
-        patches.split_name(name)
+    with pytest.raises(PatchFormatError, match=r"name it TOPIC\.patch"):
+        format_.parse(name, GOOD)
 
 
 def test_own_list():
@@ -238,56 +197,57 @@ def test_own_list():
     ]
 
 
-PINS = """\
-[base]
-version = "1"
+BASE = base.Base(
+    "1.0",
+    base.Archive("vllm-1.0.tar.gz", "0" * 64),
+    {"x86_64": base.Archive("vllm-1.0.whl", "1" * 64)},
+    (Pin("x.py", "2", 'it is "ours"\n\\ \x7f'), Pin("y.py", "3", "second")),
+    (Pin("gone/", "4", "first"),),
+    (Budget("topic", 60, "long"),),
+)
 
-# Written by the tool.
-[touches]
-"old.py" = "1"
 
-# A comment.
-[[replaces]]
-path = "x.py"
-sha256 = "2"
+def test_pins_are_written_as_they_are_read():
+    text = base.render(BASE)
+    assert base.parse(text) == BASE
+    assert base.render(base.parse(text)) == text
+    assert text.endswith("""
+
+# Upstream files that must not be in the tree.
+[[removes]]
+path = "gone/"
+sha256 = "4"
 why = "first"
 
-# Another.
-[[replaces]]
-path = "y.py"
-sha256 = "3"
-why = "second"
-"""
+# Patches that may quote more than 40 lines of upstream.
+[[budget]]
+patch = "topic"
+lines = 60
+why = "long"
+""")
 
 
-def test_pins_are_rewritten_in_place():
-    text = base.with_touches(PINS, {"b.py": "5", 'a"\\.py': "4"})
-    touches = '[touches]\n"a\\"\\\\.py" = "4"\n"b.py" = "5"\n'
-    assert text == PINS.replace('[touches]\n"old.py" = "1"\n', touches)
-    assert base.with_touches(text, {"old.py": "1"}) == PINS
-    added = base.with_touches('[base]\nversion = "1"\n', {"a": "b"})
-    assert added == '[base]\nversion = "1"\n\n[touches]\n"a" = "b"\n'
-
-
-def test_replaced_pins_come_and_go():
-    more = base.with_replaced(PINS, Pin("z.py", "9", "third"))
-    assert more == PINS + (
-        '\n[[replaces]]\npath = "z.py"\nsha256 = "9"\nwhy = "third"\n'
+def test_a_comment_in_the_pins_is_not_lost():
+    text = base.render(BASE)
+    fewer = base.Base(**vars(BASE) | {"removes": (), "budgets": ()})
+    assert base.rewritten(text, BASE) == text
+    assert base.rewritten(text, fewer) == base.render(fewer)
+    with pytest.raises(StackError) as caught:
+        base.rewritten(f"# Mine.\n{text}", fewer)
+    assert str(caught.value) == (
+        "upstream.toml has a comment that would be lost ('# Mine.'): move it into the "
+        "why of an entry"
     )
-    assert base.without_pin(more, "z.py") == PINS
-    less = base.without_pin(PINS, "x.py")
-    assert "x.py" not in less and "y.py" in less and "first" not in less
-    assert "# Another." in less
 
 
-def test_local_wheels_of_pip_do_not_hide_the_package_index(monkeypatch, tmp_path):
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    monkeypatch.delenv("PIP_INDEX_URL", raising=False)
-    monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    sdist = base.Archive("vllm-1.0.tar.gz", "0" * 64)
-    # Of the interpreter that has pip, not of an environment without.
-    python = Path(sys.base_prefix, "bin", "python3")
-    command = fetch.selection(python, sdist, "1.0")
-    assert command[command.index("--find-link") + 1] == str(tmp_path)
-    assert "--index-url" in command
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["a", "b"], "# hooks\na  # A\n\nb\n"),
+        (["b", "a"], "# hooks\nb\n\na  # A\n"),
+        (["b"], "# hooks\n\nb\n"),
+        (["b", "a", "c"], "# hooks\nb\n\na  # A\nc\n"),
+    ],
+)
+def test_series_is_rewritten_around_its_comments(names, expected):
+    assert with_series("# hooks\na  # A\n\nb\n", names) == expected

@@ -169,7 +169,7 @@ def test_links_and_devices_among_the_files(stacked):
 
 
 def test_checkout_of_another_user(stacked, tmp_path):
-    """git itself refuses to work in such a folder."""
+    """Git itself refuses to work in such a folder."""
     if os.geteuid():
         pytest.skip("giving files away needs root")
     for place in [stacked.repo, *stacked.repo.rglob("*")]:
@@ -193,7 +193,7 @@ def test_folder_that_cannot_be_written(stacked, mount, place):
         stacked.ok("apply")
         return
     assert stacked.fails("refresh") == (
-        f"{folder}/0002-wide-layers.patch.part: Read-only file system: mend that and "
+        f"{folder}/wide-layers.patch.part: Read-only file system: mend that and "
         "run again"
     )
     assert stacked.snapshot() == before
@@ -296,7 +296,7 @@ def test_user_without_a_home(bare):
         pytest.skip("another user needs root")
     script = (
         "import os, sys; sys.path.insert(0, sys.argv[1]); "
-        "from patchstack import fetch; os.setuid(4242); fetch.cache_folder()"
+        "from patchstack.release import fetch; os.setuid(4242); fetch.cache_folder()"
     )
     done = subprocess.run(
         [sys.executable, "-c", script, str(bare.repo / "scripts")],
@@ -336,7 +336,11 @@ def test_layers_of_a_container(overlaid):
 
 @pytest.mark.parametrize(
     "point",
-    ["before:tree.shutil.rmtree*1", "after:tree.shutil.rmtree*1", "after:tree.move"],
+    [
+        "before:tree.place.shutil.rmtree*1",
+        "after:tree.place.shutil.rmtree*1",
+        "after:tree.place.move",
+    ],
 )
 def test_killed_while_a_folder_is_copied_away(overlaid, point):
     command = overlaid.inject(f"kill:{point}", "apply", "--unapply")

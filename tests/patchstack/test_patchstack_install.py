@@ -106,7 +106,7 @@ def test_install_refuses_a_tree_that_is_not_applied(stacked, python):
 
 
 def test_install_refuses_a_tree_of_another_stack(stacked, python):
-    patch = stacked.patch("0001-step-by-two.patch")
+    patch = stacked.patch("step-by-two.patch")
     patch.write_bytes(patch.read_bytes().replace(b"it is", b"was"))
     done = pip(python, stacked, "-e")
     assert done.returncode == 1

@@ -26,9 +26,9 @@ def test_words(stacked):
         f"base     vLLM 9.9.0, fork 9.9.0+ours.1, stack {name}",
         f"tree     applied from the sdist for {synthetic.MACHINE}",
         "patches  2",
-        "  0001-step-by-two.patch: applied, upstream none, quotes 7 of 40 lines: Step "
+        "  step-by-two.patch: applied, upstream none, quotes 7 of 40 lines: Step "
         "by two",
-        "  0002-wide-layers.patch: applied, upstream none, quotes 4 of 40 lines: Widen "
+        "  wide-layers.patch: applied, upstream none, quotes 4 of 40 lines: Widen "
         "the layers",
         "own      5 files, 3 in place of upstream's",
         "  edited: vllm/ours.py",
@@ -46,7 +46,7 @@ def test_words(stacked):
 
 def test_states(bare, stacked):
     assert "tree     not applied" in bare.ok("status")
-    patch = stacked.patch("0002-wide-layers.patch")
+    patch = stacked.patch("wide-layers.patch")
     patch.write_bytes(patch.read_bytes().replace(b"it is needed", b"wide is better"))
     rows = json.loads(stacked.ok("status", "--json"))["patches"]
     assert [row["state"] for row in rows] == ["applied", "changed since apply"]
@@ -87,51 +87,52 @@ def add_own_file(it):
 
 
 def touch_series(it):
-    (it.patch("0009-left.patch")).write_text("")
+    (it.patch("left.patch")).write_text("")
 
 
 def drop_budget(it):
-    with (it.repo / "upstream.toml").open("a") as pins:
-        pins.write('[[budget]]\npatch = "gone"\nlines = 60\nwhy = "x"\n')
-        pins.write('[[budget]]\npatch = "wide-layers"\nlines = 40\nwhy = "x"\n')
+    synthetic.budget(it, "gone", 60)
+    synthetic.budget(it, "wide-layers", 40)
 
 
 @pytest.mark.parametrize(
     ("breaks", "expected"),
     [
         (
-            lambda it: rewrite(
-                it.patch("0001-step-by-two.patch"), "Why: it", "Whyy: it"
-            ),
+            lambda it: rewrite(it.patch("step-by-two.patch"), "Why: it", "Whyy: it"),
             [
                 "vllm/ was made from another stack: run scripts/apply.sh",
-                "patches/0001-step-by-two.patch: no Why: line",
+                "patches/step-by-two.patch: no Why: line",
             ],
         ),
         (
             touch_series,
-            ["patches/0009-left.patch is not in patches/series: add or delete it"],
+            ["patches/left.patch is not in patches/series: add or delete it"],
         ),
         (
-            lambda it: rewrite(
-                it.repo / "upstream.toml", '"vllm/layers.py"', '"vllm/x"'
-            ),
+            lambda it: rewrite(it.repo / "upstream.toml", "version = ", "version="),
             [
-                "upstream.toml: [touches] and the patches disagree on vllm/layers.py: "
-                "run scripts/refresh.sh --pins",
-                "upstream.toml: [touches] and the patches disagree on vllm/x: run "
-                "scripts/refresh.sh --pins",
+                "upstream.toml is not in the form that the tool writes: git diff shows "
+                "how"
             ],
         ),
         (
             lambda it: rewrite(
-                it.repo / "upstream.toml",
-                synthetic.sha256(it.upstream.files["vllm/layers.py"]),
-                "0" * 64,
+                it.patch("step-by-two.patch"), " @@\n", " @@ def f():\n"
             ),
             [
-                "upstream.toml: [touches] has another sha256 of vllm/layers.py than "
-                "the release: run scripts/refresh.sh --pins"
+                "vllm/ was made from another stack: run scripts/apply.sh",
+                "patches/step-by-two.patch: not in the form that git format-patch "
+                "writes: scripts/refresh.sh --reseal",
+            ],
+        ),
+        (
+            lambda it: rewrite(it.patch("step-by-two.patch"), "+1\n", "+3\n"),
+            [
+                "vllm/ was made from another stack: run scripts/apply.sh",
+                "patches/step-by-two.patch would change vllm/engine.py in another way "
+                "than it was made to (it was edited by hand): scripts/refresh.sh "
+                "--reseal, or make the edit again in the tree",
             ],
         ),
         (
@@ -169,7 +170,10 @@ def drop_budget(it):
         ),
         (
             lambda it: (it.tree / "vllm" / "ours.py").unlink(),
-            ["own file vllm/vllm/ours.py is missing: restore it, or --disown it"],
+            [
+                "own file vllm/vllm/ours.py is missing: restore it from git, or take "
+                "it off the list: scripts/refresh.sh --disown vllm/vllm/ours.py"
+            ],
         ),
         (
             lambda it: rewrite(it.tree / ".gitignore", "# The", "#  The"),
@@ -202,7 +206,7 @@ def test_patch_that_needs_another(stacked):
     stacked.ok("refresh", "deep", *synthetic.header("Deepen the layers"))
     stacked.commit()
     assert faults(stacked) == [
-        "patches/0003-deep.patch does not apply to the base alone: fold it into the "
+        "patches/deep.patch does not apply to the base alone: fold it into the "
         "patch it builds on"
     ]
 
@@ -219,14 +223,12 @@ def test_patch_that_needs_another(stacked):
             "upstream.toml lacks or misshapes an entry: 'version'",
         ),
         (
-            lambda it: it.patch("0001-step-by-two.patch").unlink(),
-            "patches/0001-step-by-two.patch is in patches/series but missing",
+            lambda it: it.patch("step-by-two.patch").unlink(),
+            "patches/step-by-two.patch is in patches/series but missing",
         ),
         (
-            lambda it: it.patch("series").write_text(
-                "0002-wide-layers.patch\n0001-step-by-two.patch\n"
-            ),
-            "patches/series is not in the order of the patch numbers",
+            lambda it: it.patch("series").write_text("a.patch\nb.patch\na.patch\n"),
+            "patches/series names a.patch twice: take one off",
         ),
         (
             lambda it: (it.tree / ".gitignore").write_text("*.csv\n"),

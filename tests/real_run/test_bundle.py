@@ -64,6 +64,22 @@ def write_sdist(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+PATCH = """\
+From 0000000000000000000000000000000000000000 Mon Sep 17 00:00:00 2001
+From: Ada <ada@example.org>
+Date: Sun, 29 Nov 2026 18:00:00 +0000
+Subject: [PATCH] Edit a file
+
+diff --git a/vllm/patched.py b/vllm/patched.py
+index 1111..2222 100644
+--- a/vllm/patched.py
++++ b/vllm/patched.py
+@@ -1 +1 @@
+-upstream's
++ours
+"""
+
+
 @pytest.fixture
 def stack(tmp_path, monkeypatch) -> Path:
     """A small repository with an applied tree, and a network-less uv."""
@@ -80,10 +96,11 @@ def stack(tmp_path, monkeypatch) -> Path:
         {
             "upstream.toml": '[base]\nversion = "1"\nwheels = {}\n'
             f'sdist = {{ file = "vllm-1.tar.gz", sha256 = "{sdist}" }}\n'
-            '[touches]\n"vllm/patched.py" = ""\n'
             '[[replaces]]\npath = "pyproject.toml"\nsha256 = ""\nwhy = ""\n'
             '[[replaces]]\npath = "vllm/ours.py"\nsha256 = ""\nwhy = ""\n',
             "vllm/.gitignore": "!/.gitignore\n",
+            "patches/series": "edit.patch\n",
+            "patches/edit.patch": PATCH,
             "scripts/unbundle.sh": UNBUNDLE.read_text(),
             "vllm/pyproject.toml": pyproject,
             "vllm/.stack.json": '{"digest": "abc"}',

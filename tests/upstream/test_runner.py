@@ -14,8 +14,8 @@ import cli
 import pytest
 import schemas
 from cli import Fault
-from patchstack.base import Pin
-from patchstack.stack import sha256
+from patchstack.files import blob_id
+from patchstack.stack.base import Pin
 from upstream_tests import __main__ as command
 from upstream_tests import guards, processes, trees
 from upstream_tests.processes import Job
@@ -277,10 +277,8 @@ def unpacked(tmp_path, monkeypatch):
         places=SimpleNamespace(tree=repo / "vllm"),
         digest="d",
         own=[".gitignore", "vllm/own.py"],
-        base=SimpleNamespace(
-            touches={"vllm/__init__.py": sha256(original.encode())},
-            replaces=[Pin("pyproject.toml", "", "")],
-        ),
+        originals={"vllm/__init__.py": blob_id(bundle / "base/vllm/__init__.py")},
+        base=SimpleNamespace(replaces=[Pin("pyproject.toml", "", "")]),
     )
     return SimpleNamespace(bundle=bundle, loaded=loaded, marker=marker, repo=repo)
 

@@ -1,0 +1,1 @@
+"""What is wrong with a stack, a tree or an installation."""

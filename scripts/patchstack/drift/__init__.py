@@ -1,0 +1,1 @@
+"""What our code takes from upstream, compared between two releases."""

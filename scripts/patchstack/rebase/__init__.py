@@ -1,0 +1,1 @@
+"""The stack on another release: the trial, its report, and taking it there."""

@@ -1,0 +1,1 @@
+"""Upstream's releases: found, fetched and unpacked."""
