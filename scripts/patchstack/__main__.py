@@ -4,8 +4,10 @@ import argparse
 import errno
 import importlib
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
@@ -21,6 +23,8 @@ _HISTORY = (
     "if .tree.git is damaged, delete it and run scripts/apply.sh, which makes it again"
 )
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_GIT_FULL = ("No space left on device", "Out of diskspace", "Disk quota exceeded")
+_LITTLE = 1 << 20
 
 
 class _Terminated(BaseException):
@@ -32,6 +36,7 @@ def _terminate(number: int, _frame: FrameType | None) -> None:
 
 
 def main(argv: list[str]) -> int:
+    """Run `COMMAND ARGUMENTS...`; returns the exit code."""
     name = argv[0] if argv else ""
     if name not in COMMANDS:
         print(f"error: no such command: {name!r}", file=sys.stderr)
@@ -40,6 +45,8 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog=f"scripts/{name}.sh")
     command.add_arguments(parser)
     options = parser.parse_args(argv[1:])
+    # Modes in the tree are the release's, whoever applies it.
+    os.umask(0o022)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _terminate)
     for stream in (sys.stdout, sys.stderr):
@@ -53,13 +60,6 @@ def main(argv: list[str]) -> int:
             # Here, where a reader that has gone can still be seen.
             sys.stdout.flush()
         return code
-    except StackError as fault:
-        text = str(fault)
-        if "No space left on device" in text:
-            text = _disk_full()
-        elif isinstance(fault, GitError):
-            text = f"git failed: {text}: {_HISTORY}"
-        return _fail(text, 1)
     except KeyboardInterrupt:
         return _fail(f"interrupted: {_WHOLE}", 128 + signal.SIGINT)
     except _Terminated as stop:
@@ -68,14 +68,24 @@ def main(argv: list[str]) -> int:
         # The reader of our output has gone: there is no one to tell.
         _mute()
         return 1
+    except StackError as fault:
+        return _fail(_explained(fault), 1)
     except OSError as fault:
         _mute()
-        if fault.errno in _FULL:
-            return _fail(_disk_full(), 1)
-        where = " -> ".join(map(str, filter(None, (fault.filename, fault.filename2))))
-        said = fault.strerror or str(fault)
-        fault_text = f"{where}: {said}" if where else said
-        return _fail(f"{fault_text}: mend that and run again", 1)
+        return _fail(_disk_full() if fault.errno in _FULL else _said(fault), 1)
+
+
+def _explained(fault: StackError) -> str:
+    text = str(fault)
+    if any(said in text for said in _GIT_FULL):
+        return _disk_full()
+    return f"git failed: {text}: {_HISTORY}" if isinstance(fault, GitError) else text
+
+
+def _said(fault: OSError) -> str:
+    where = " -> ".join(map(str, filter(None, (fault.filename, fault.filename2))))
+    said = fault.strerror or str(fault)
+    return (f"{where}: {said}" if where else said) + ": mend that and run again"
 
 
 def _repo() -> Path:
@@ -83,6 +93,14 @@ def _repo() -> Path:
 
 
 def _disk_full() -> str:
+    # What was written beside the tree is gone by now, and has left room.
+    with suppress(OSError):
+        temporary = Path(tempfile.gettempdir())
+        if shutil.disk_usage(temporary).free < _LITTLE:
+            return (
+                f"the disk of {temporary} is full: free some of it, or set TMPDIR to "
+                "another folder, and run again"
+            )
     return (
         "the disk is full: apply needs about 2 GB free beside vllm/ and in the "
         "cache: free some and run again"

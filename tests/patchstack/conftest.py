@@ -3,10 +3,14 @@
 Each test gets a copy of its own; making one from nothing would cost seconds.
 """
 
+import http.server
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -80,3 +84,25 @@ def mount():
     yield run
     for folder in mounted:
         subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.fixture
+def index(tmp_path, upstream):
+    """URL of a package index that has the release."""
+    page = tmp_path / "index" / "simple" / "vllm"
+    page.mkdir(parents=True)
+    links = ""
+    for archive in (upstream.sdist, upstream.wheel):
+        shutil.copy2(archive, page)
+        links += f'<a href="{archive.name}">{archive.name}</a>\n'
+    (page / "index.html").write_text(f"<html><body>{links}</body></html>")
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+    handler = partial(Quiet, directory=str(tmp_path / "index"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/simple"
+        server.shutdown()

@@ -1,12 +1,9 @@
 """Runs that stop half way: a patch, a signal, the disk, the archive, the network."""
 
-import http.server
 import os
 import shutil
 import signal
 import subprocess
-import threading
-from functools import partial
 
 import pytest
 import synthetic
@@ -252,28 +249,6 @@ def test_offline_without_a_cache(bare):
         f"{bare.upstream.sdist.name} is not in the cache ({bare.cache}): run once "
         "without --offline, or give the file (--from FILE)"
     )
-
-
-@pytest.fixture
-def index(tmp_path, upstream):
-    """URL of a package index that has the release."""
-    page = tmp_path / "index" / "simple" / "vllm"
-    page.mkdir(parents=True)
-    links = ""
-    for archive in (upstream.sdist, upstream.wheel):
-        shutil.copy2(archive, page)
-        links += f'<a href="{archive.name}">{archive.name}</a>\n'
-    (page / "index.html").write_text(f"<html><body>{links}</body></html>")
-
-    class Quiet(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *_):
-            pass
-
-    handler = partial(Quiet, directory=str(tmp_path / "index"))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/simple"
-        server.shutdown()
 
 
 def test_corrupted_cache_is_fetched_again(bare, index):

@@ -580,7 +580,8 @@ def test_page_of_a_report():
 NOT_SAID = re.compile(
     r"\\[ndstwu]|^\^|\.\*\$|^\* -text|^\{\} <|\| None$|^Thu, 01 Jan|MIME-Version|"
     r"^\nimport |^from pip|^none\|filed|^scripts/refresh.sh \{topic\}|"
-    r"^\n?(---|\+\+\+|diff --git) [ab]/|it = \[|, whole$"
+    r"^\n?(---|\+\+\+|diff --git) [ab]/|it = \[|, whole$|^# (The|Up)|-diff$|html;q|"
+    r"^<<<<<<<|<patchstack@|^result as"
 )
 NOT_FOR_HERE = ("help", "description", "epilog", "metavar")
 

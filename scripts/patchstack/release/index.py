@@ -61,7 +61,8 @@ class Index:
     @cached_property
     def settings(self) -> dict[str, list[str]]:
         """What pip's settings say of where packages are: values by name."""
-        env = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+        deaf = ("PYTHON", "PIP_QUIET", "PIP_VERBOSE")
+        env = {k: v for k, v in os.environ.items() if not k.startswith(deaf)}
         done = subprocess.run(
             [sys.executable, "-c", _PIP],
             stdin=subprocess.DEVNULL,

@@ -124,7 +124,8 @@ def message(subject: str, body: str, trailers: dict[str, str]) -> str:
     order = [key for key in trailers if key not in TRAILERS]
     order += [key for key in TRAILERS if trailers.get(key)]
     lines = (f"{key}: " + trailers[key].replace("\n", "\n ") for key in order)
-    return "\n\n".join(filter(None, (subject, body, "\n".join(lines)))) + "\n"
+    parts = (subject, *filter(None, (body, "\n".join(lines))))
+    return "\n\n".join(parts) + "\n"
 
 
 def check_topic(topic: str) -> None:
