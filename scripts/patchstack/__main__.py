@@ -49,10 +49,7 @@ def main(argv: list[str]) -> int:
     os.umask(0o022)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _terminate)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            # File names may be any bytes.
-            stream.reconfigure(errors="backslashreplace")
+    _take_any_name()
     try:
         with heartbeat(name):
             code: int = command.run(_repo(), options)
@@ -73,6 +70,13 @@ def main(argv: list[str]) -> int:
     except OSError as fault:
         _mute()
         return _fail(_disk_full() if fault.errno in _FULL else _said(fault), 1)
+
+
+def _take_any_name() -> None:
+    """File names may be any bytes."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _explained(fault: StackError) -> str:

@@ -32,10 +32,12 @@ class Ticker:
     """Says how far a long step is, at most once in `PERIOD_S` seconds."""
 
     def __init__(self, text: str) -> None:
+        """Name the step."""
         self.text = text
         self.last = time.monotonic()
 
     def tick(self, how_far: str) -> None:
+        """Say it, if it is time."""
         now = time.monotonic()
         if now - self.last >= PERIOD_S:
             self.last = now

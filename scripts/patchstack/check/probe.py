@@ -18,6 +18,7 @@ DEPLOYMENT = "vllm.models.deepseek_v41.nvidia.specialized_decode.deployment"
 
 
 def installed(name: str) -> str | None:
+    """Return the version of an installed package; None without it."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -25,10 +26,12 @@ def installed(name: str) -> str | None:
 
 
 def one_line(error: Exception) -> str:
+    """Return an exception in a line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def package_facts(files: list[str]) -> dict[str, Any]:
+    """Return where vllm and our modules in it are imported from."""
     facts: dict[str, Any] = {"package": None, "import_error": None, "modules": {}}
     try:
         import vllm  # type: ignore[import-not-found, unused-ignore]
@@ -50,6 +53,7 @@ def package_facts(files: list[str]) -> dict[str, Any]:
 
 
 def requirement_facts() -> dict[str, Any]:
+    """Return which requirements of vllm are not met."""
     facts: dict[str, Any] = {"missing": [], "wrong_versions": []}
     try:
         from packaging.requirements import Requirement
@@ -77,6 +81,7 @@ def requirement_facts() -> dict[str, Any]:
 
 
 def gpu_facts() -> dict[str, Any]:
+    """Return the GPUs that torch sees, or why it sees none."""
     facts: dict[str, Any] = {
         "gpus": [],
         "gpu_error": None,
@@ -96,6 +101,7 @@ def gpu_facts() -> dict[str, Any]:
 
 
 def decode_facts() -> str:
+    """Return which decode this machine would get."""
     try:
         return str(importlib.import_module(DEPLOYMENT).describe_platform())
     except Exception as error:
@@ -103,6 +109,7 @@ def decode_facts() -> str:
 
 
 def main() -> None:
+    """Print the facts."""
     facts = {
         "python": sys.executable,
         "python_version": sys.version.split()[0],

@@ -16,6 +16,8 @@ from .uses import BUILDER, Code, How, OwnClass, Use, collect
 
 
 class Level(StrEnum):
+    """How much a change matters."""
+
     BREAKING = "breaking"
     """Gone, another signature or base class, or in the way of ours."""
     CHANGED = "changed"
@@ -24,11 +26,13 @@ class Level(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
+    """A change in what our code takes from upstream."""
+
     level: Level
     symbol: str
     change: str
     used_by: tuple[str, ...]
-    """Where we use it: `PATH: SCOPE`."""
+    """where we use it: `PATH: SCOPE`"""
 
 
 _Member = tuple[str, str, str | None]
@@ -37,6 +41,8 @@ _Member = tuple[str, str, str | None]
 
 @dataclass(frozen=True)
 class Change:
+    """What changed in a symbol."""
+
     level: Level
     text: str
 
@@ -44,7 +50,7 @@ class Change:
 def compare(
     codes: Iterable[Code], own: Collection[str], old: SourceTree, new: SourceTree
 ) -> list[Finding]:
-    """Findings on everything that `codes` take from upstream, breaking first."""
+    """Return findings on everything that `codes` take from upstream, breaking first."""
     uses: list[Use] = []
     classes: list[OwnClass] = []
     for code in codes:

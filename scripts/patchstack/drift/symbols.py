@@ -9,8 +9,10 @@ import ast
 import hashlib
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 PACKAGE = "vllm"
 
@@ -33,6 +35,7 @@ class Module:
     """The top level of a module: what each name stands for there."""
 
     def __init__(self, name: str, text: str, is_package: bool) -> None:
+        """Read a module's text; raises `SyntaxError` if it is not valid Python."""
         self.name = name
         self.package = name if is_package else name.rpartition(".")[0]
         with warnings.catch_warnings():
@@ -110,20 +113,24 @@ class Definition:
 
     @property
     def name(self) -> str:
+        """Its full name."""
         return f"{self.module.name}.{self.qualname}"
 
     @property
     def kind(self) -> str:
+        """Class, function or value."""
         if isinstance(self.node, ast.ClassDef):
             return "class"
         return "function" if isinstance(self.node, FUNCTIONS) else "value"
 
     @cached_property
     def decorators(self) -> list[str]:
+        """What it is decorated with."""
         return [ast.unparse(it) for it in getattr(self.node, "decorator_list", [])]
 
     @cached_property
     def bases(self) -> list[str]:
+        """The base classes of a class."""
         return [ast.unparse(it) for it in getattr(self.node, "bases", [])]
 
     @cached_property
@@ -178,6 +185,7 @@ class Definition:
 
 
 def attributes(node: ast.AST) -> dict[str, ast.AST]:
+    """Return what is set on `self` somewhere in a node, by name: the first time."""
     found: dict[str, ast.AST] = {}
     for statement in ast.walk(node):
         targets: list[ast.expr] = []
@@ -197,7 +205,16 @@ def attributes(node: ast.AST) -> dict[str, ast.AST]:
     return found
 
 
+def unquoted(annotation: ast.expr) -> ast.expr:
+    """Return an annotation out of its quotes, if it has any and is valid."""
+    if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
+        with suppress(SyntaxError):
+            return ast.parse(annotation.value, mode="eval").body
+    return annotation
+
+
 def without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
+    """Return the statements of a body but for its docstring."""
     first = body[0] if body else None
     if (
         isinstance(first, ast.Expr)
@@ -220,10 +237,12 @@ class SourceTree:
     """The modules of a release, parsed when they are asked for."""
 
     def __init__(self, read: Read) -> None:
+        """Use the texts that `read` gives."""
         self._read = read
         self._modules: dict[str, Module | None] = {}
 
     def module(self, name: str) -> Module | None:
+        """Return a module of the package; None for what cannot be read."""
         if name not in self._modules:
             self._modules[name] = self._load(name)
         return self._modules[name]
@@ -246,29 +265,20 @@ class SourceTree:
     def find(
         self, module: str, name: str, seen: frozenset[tuple[str, str]] = frozenset()
     ) -> Definition | None:
-        """What a name of a module stands for, wherever it is defined."""
-        if (module, name) in seen:
+        """Return what a name of a module stands for, wherever it is defined."""
+        there = self.module(module)
+        if there is None or (module, name) in seen:
             return None
         seen |= {(module, name)}
-        there = self.module(module)
-        if there is None:
-            return None
         statements = there.definitions.get(name, [])
-        for statement in statements:
-            if isinstance(statement, (*FUNCTIONS, ast.ClassDef)):
-                return Definition(there, name, statement)
-        for link in there.links.get(name, []):
-            if link.name is not None:
-                found = self.find(link.module, link.name, seen)
-                if found is not None:
-                    return found
-        for statement in statements:
-            return Definition(there, name, statement)
-        for star in there.stars:
-            found = self.find(star, name, seen)
-            if found is not None:
-                return found
-        return None
+        whole = [it for it in statements if isinstance(it, (*FUNCTIONS, ast.ClassDef))]
+        if whole:
+            return Definition(there, name, whole[0])
+        named = (it for it in there.links.get(name, []) if it.name is not None)
+        imported = (self.find(it.module, it.name or "", seen) for it in named)
+        values = (Definition(there, name, it) for it in statements)
+        starred = (self.find(star, name, seen) for star in there.stars)
+        return next(filter(None, chain(imported, values, starred)), None)
 
     def lineage(self, of: Definition) -> Iterator[Definition]:
         """A class and the classes it is made from, as far as they are known."""
@@ -296,11 +306,7 @@ class SourceTree:
 
     def resolve(self, expression: ast.expr, module: Module) -> Definition | None:
         """The class or function that an expression at a module's top level names."""
-        if isinstance(expression, ast.Constant) and isinstance(expression.value, str):
-            try:
-                expression = ast.parse(expression.value, mode="eval").body
-            except SyntaxError:
-                return None
+        expression = unquoted(expression)
         if isinstance(expression, ast.Subscript):
             outer = expression.value
             if isinstance(outer, ast.Name) and outer.id in ("Optional", "type", "Type"):

@@ -5,8 +5,8 @@ from can be told, by an annotation, a constructor call or the class we extend.
 """
 
 import ast
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from ..errors import StackError
@@ -15,11 +15,11 @@ from .symbols import (
     PACKAGE,
     Definition,
     Function,
-    Link,
     Module,
     SourceTree,
     attributes,
     links,
+    unquoted,
 )
 
 BUILDER = "MetadataBuilder"
@@ -42,6 +42,8 @@ class How(StrEnum):
 
 @dataclass(frozen=True)
 class Use:
+    """A symbol of upstream's that we use."""
+
     module: str
     name: str
     """A name of the module, or with `member` a class of it."""
@@ -72,7 +74,8 @@ class Code:
     patch: str | None = None
     """Name of the patch that the lines are from."""
 
-    def place(self, scope: list[str]) -> str:
+    def place(self, scope: Sequence[str]) -> str:
+        """Return how a finding names a scope of it."""
         start = f"patches/{self.patch}" if self.patch else self.path
         return f"{start}: {'.'.join(scope) or 'top level'}"
 
@@ -80,7 +83,7 @@ class Code:
 def collect(
     code: Code, tree: SourceTree, own: Collection[str]
 ) -> tuple[list[Use], list[OwnClass]]:
-    """Uses and derived classes of a file; `own` are the paths of own files.
+    """Return uses and derived classes of a file; `own` are the paths of own files.
 
     Raises `StackError` if the file is not valid Python.
     """
@@ -120,6 +123,21 @@ class _Typed:
         return _Typed(self.definition, self.is_object, self.depth - 1)
 
 
+@dataclass(frozen=True)
+class _Scope:
+    """Where in our code we are."""
+
+    names: tuple[str, ...] = ()
+    known: dict[str, _Typed] = field(default_factory=dict)
+    """What names stand for; learned as the scope is read."""
+    inside: ast.ClassDef | None = None
+    """The class whose body this is."""
+
+    def within(self, name: str, inside: ast.ClassDef | None = None) -> "_Scope":
+        """The scope of a class or function, with a copy of what is known."""
+        return _Scope((*self.names, name), dict(self.known), inside)
+
+
 class _Reader:
     def __init__(
         self, code: Code, module: Module, tree: SourceTree, own: Collection[str]
@@ -139,48 +157,28 @@ class _Reader:
         self._local_classes = {
             node.name: node for node in body if isinstance(node, ast.ClassDef)
         }
-        self._block(body, [], {}, None)
+        self._block(body, _Scope())
 
-    def _block(
-        self,
-        body: list[ast.stmt],
-        scope: list[str],
-        known: dict[str, _Typed],
-        inside: ast.ClassDef | None,
-    ) -> None:
+    def _block(self, body: list[ast.stmt], at: _Scope) -> None:
         for statement in body:
-            self._statement(statement, scope, known, inside)
+            if isinstance(statement, (ast.Import, ast.ImportFrom)):
+                self._imports(statement, at)
+            elif isinstance(statement, ast.ClassDef):
+                self._class(statement, at)
+            elif isinstance(statement, FUNCTIONS):
+                self._function(statement, at)
+            else:
+                self._expressions(statement, at)
+                self._learn(statement, at)
+                for part in ("body", "orelse", "finalbody"):
+                    self._block(getattr(statement, part, []), at)
+                for handler in getattr(statement, "handlers", []):
+                    self._block(handler.body, at)
 
-    def _statement(
-        self,
-        statement: ast.stmt,
-        scope: list[str],
-        known: dict[str, _Typed],
-        inside: ast.ClassDef | None,
-    ) -> None:
-        if isinstance(statement, (ast.Import, ast.ImportFrom)):
-            self._imports(statement, scope, known)
-        elif isinstance(statement, ast.ClassDef):
-            self._class(statement, scope, known)
-        elif isinstance(statement, FUNCTIONS):
-            self._function(statement, scope, known, inside)
-        else:
-            self._expressions(statement, scope, known)
-            self._learn(statement, known)
-            for field in ("body", "orelse", "finalbody"):
-                self._block(getattr(statement, field, []), scope, known, inside)
-            for handler in getattr(statement, "handlers", []):
-                self._block(handler.body, scope, known, inside)
-
-    def _imports(
-        self,
-        statement: ast.Import | ast.ImportFrom,
-        scope: list[str],
-        known: dict[str, _Typed],
-    ) -> None:
+    def _imports(self, statement: ast.Import | ast.ImportFrom, at: _Scope) -> None:
         for name, link in links(statement, self.module.package):
-            known.pop(name, None)
-            if not self._upstream(link):
+            at.known.pop(name, None)
+            if link.module.partition(".")[0] != PACKAGE or link.module in self.own:
                 continue
             found = link.name and self.tree.find(link.module, link.name)
             if not found:
@@ -188,65 +186,51 @@ class _Reader:
                 if whole not in self.own and self.tree.module(whole) is not None:
                     self._module_names[name] = whole
             elif link.name:
-                known[name] = _Typed(found, found.kind == "value")
-                self._note(link.module, link.name, None, How.IMPORT, statement, scope)
+                at.known[name] = _Typed(found, found.kind == "value")
+                self._note((link.module, link.name), None, How.IMPORT, statement, at)
 
-    def _upstream(self, link: Link) -> bool:
-        return link.module.partition(".")[0] == PACKAGE and link.module not in self.own
-
-    def _class(
-        self, node: ast.ClassDef, scope: list[str], known: dict[str, _Typed]
-    ) -> None:
-        here = [*scope, node.name]
-        base = self._base(node, known)
+    def _class(self, node: ast.ClassDef, at: _Scope) -> None:
+        here = at.within(node.name, node)
+        base = self._base(node, at)
         if base is not None and self._ours(node):
-            sets = {*attributes(node), *Definition(self.module, "", node).members}
-            place = self.code.place(here)
+            members = Definition(self.module, "", node).members
+            sets = frozenset({*attributes(node), *members})
             key = (base.module.name, base.qualname)
-            self.classes.append(OwnClass(place, key, frozenset(sets)))
-            self._note(*key, None, How.EXTEND, node, here)
-            for name, member in Definition(self.module, "", node).members.items():
+            self.classes.append(OwnClass(self.code.place(here.names), key, sets))
+            self._note(key, None, How.EXTEND, node, here)
+            for name, member in members.items():
                 if self.tree.member(base, name) is not None:
-                    self._note(*key, name, How.OVERRIDE, member, [*here, name])
+                    self._note(key, name, How.OVERRIDE, member, here.within(name))
         for expression in (*node.bases, *node.decorator_list):
-            self._expressions(expression, scope, known)
-        self._block(node.body, here, dict(known), node)
+            self._expressions(expression, at)
+        self._block(node.body, here)
 
-    def _base(
-        self, node: ast.ClassDef, known: Mapping[str, _Typed]
-    ) -> Definition | None:
+    def _base(self, node: ast.ClassDef, at: _Scope) -> Definition | None:
         """The upstream class that a class of this file builds on."""
         for base in node.bases:
             name = base.id if isinstance(base, ast.Name) else ""
-            if name in known and known[name].definition.kind == "class":
-                return known[name].definition
+            if name in at.known and at.known[name].definition.kind == "class":
+                return at.known[name].definition
             local = self._local_classes.get(name)
             if local is not None and local is not node:
-                found = self._base(local, known)
+                found = self._base(local, at)
                 if found is not None:
                     return found
         return None
 
-    def _function(
-        self,
-        node: Function,
-        scope: list[str],
-        known: dict[str, _Typed],
-        inside: ast.ClassDef | None,
-    ) -> None:
-        here = [*scope, node.name]
+    def _function(self, node: Function, at: _Scope) -> None:
+        here = at.within(node.name)
         if self.code.lines is not None and not self._ours(node):
-            self._edited(node, here, inside)
-        known = dict(known)
+            self._edited(node, here, at.inside)
         arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         for argument in arguments:
-            known.pop(argument.arg, None)
+            here.known.pop(argument.arg, None)
             if argument.annotation is not None:
-                self._annotate(argument.arg, argument.annotation, known)
-        if inside is not None and arguments and arguments[0].arg == "self":
-            typed = self._self_type(inside, known)
+                self._annotate(argument.arg, argument.annotation, here)
+        if at.inside is not None and arguments and arguments[0].arg == "self":
+            typed = self._self_type(at.inside, here)
             if typed is not None:
-                known["self"] = _Typed(typed, True)
+                here.known["self"] = _Typed(typed, True)
         for expression in (
             *node.decorator_list,
             *(it.annotation for it in arguments if it.annotation),
@@ -254,90 +238,79 @@ class _Reader:
             *(it for it in node.args.kw_defaults if it),
             *([node.returns] if node.returns else []),
         ):
-            self._expressions(expression, scope, known)
-        self._block(node.body, here, known, None)
+            self._expressions(expression, replace(here, names=at.names))
+        self._block(node.body, here)
 
-    def _self_type(
-        self, inside: ast.ClassDef, known: Mapping[str, _Typed]
-    ) -> Definition | None:
+    def _self_type(self, inside: ast.ClassDef, at: _Scope) -> Definition | None:
         if self.code.lines is None:
-            return self._base(inside, known)
+            return self._base(inside, at)
         return self.tree.find(self.module.name, inside.name)
 
-    def _edited(
-        self, node: Function, scope: list[str], inside: ast.ClassDef | None
-    ) -> None:
+    def _edited(self, node: Function, at: _Scope, inside: ast.ClassDef | None) -> None:
         """An upstream function that a patch puts lines into."""
         added = set(self.code.lines or ())
         if not added.intersection(range(node.lineno, (node.end_lineno or 0) + 1)):
             return
-        place = self.code.place(scope)
         owner, member = (inside.name, node.name) if inside else (node.name, None)
         if self.tree.find(self.module.name, owner) is not None:
+            place = self.code.place(at.names)
             self.uses.append(Use(self.module.name, owner, member, How.EDIT, place))
 
-    def _learn(self, statement: ast.stmt, known: dict[str, _Typed]) -> None:
+    def _learn(self, statement: ast.stmt, at: _Scope) -> None:
         """The types of what a statement assigns."""
-        if isinstance(statement, ast.AnnAssign) and isinstance(
-            statement.target, ast.Name
-        ):
-            self._annotate(statement.target.id, statement.annotation, known)
+        if isinstance(statement, ast.AnnAssign):
+            if isinstance(statement.target, ast.Name):
+                self._annotate(statement.target.id, statement.annotation, at)
         elif isinstance(statement, ast.Assign):
-            typed = self._type(statement.value, known)
+            typed = self._type(statement.value, at)
             if typed is None and isinstance(statement.value, ast.Subscript):
                 # A name for a container type.
-                held = self._annotated(statement.value, known)
-                typed = held and _Typed(held.definition, False, held.depth)
+                held = self._annotated(statement.value, at)
+                typed = held and replace(held, is_object=False)
             for target in statement.targets:
-                if isinstance(target, ast.Name):
-                    known.pop(target.id, None)
-                    if typed is not None:
-                        known[target.id] = typed
+                self._bind(target, typed, at)
         elif isinstance(statement, (ast.For, ast.AsyncFor)):
-            self._iterate(statement.target, statement.iter, known)
+            self._iterate(statement.target, statement.iter, at)
 
-    def _iterate(
-        self, target: ast.expr, over: ast.expr, known: dict[str, _Typed]
-    ) -> None:
+    def _iterate(self, target: ast.expr, over: ast.expr, at: _Scope) -> None:
         """The type of what a loop runs over."""
-        typed = self._type(over, known)
-        element = typed.element() if typed else None
-        if isinstance(target, ast.Name):
-            known.pop(target.id, None)
-            if element is not None:
-                known[target.id] = element
+        typed = self._type(over, at)
+        self._bind(target, typed.element() if typed else None, at)
 
-    def _bind(self, node: ast.AST, known: Mapping[str, _Typed]) -> Mapping[str, _Typed]:
+    def _bind(self, target: ast.expr, typed: _Typed | None, at: _Scope) -> None:
+        if isinstance(target, ast.Name):
+            at.known.pop(target.id, None)
+            if typed is not None:
+                at.known[target.id] = typed
+
+    def _with_bound(self, node: ast.AST, at: _Scope) -> _Scope:
         """The scope with what comprehensions and lambdas of an expression name."""
-        bound = dict(known)
+        bound = replace(at, known=dict(at.known))
         for part in _expressions(node):
             for loop in getattr(part, "generators", []):
                 self._iterate(loop.target, loop.iter, bound)
             if isinstance(part, ast.Call) and isinstance(part.func, ast.Name):
-                for function, annotation in self._callbacks(part):
-                    for argument, type_ in zip(
-                        function.args.args, annotation, strict=False
-                    ):
+                for function, types in self._callbacks(part, part.func.id):
+                    for argument, type_ in zip(function.args.args, types, strict=False):
                         self._annotate(argument.arg, type_, bound)
         return bound
 
-    def _callbacks(self, call: ast.Call) -> Iterator[tuple[ast.Lambda, list[ast.expr]]]:
+    def _callbacks(
+        self, call: ast.Call, name: str
+    ) -> Iterator[tuple[ast.Lambda, list[ast.expr]]]:
         """Lambdas given to a record of ours, each with its arguments' types."""
-        assert isinstance(call.func, ast.Name)
-        record = self._local_classes.get(call.func.id)
-        if record is None:
-            return
+        record = self._local_classes.get(name)
         fields = {
             it.target.id: it.annotation
-            for it in record.body
+            for it in (record.body if record else ())
             if isinstance(it, ast.AnnAssign) and isinstance(it.target, ast.Name)
         }
         given = [
             *zip(fields, call.args, strict=False),
             *((it.arg, it.value) for it in call.keywords),
         ]
-        for name, value in given:
-            annotation = fields.get(name or "")
+        for field_name, value in given:
+            annotation = fields.get(field_name or "")
             if (
                 isinstance(value, ast.Lambda)
                 and isinstance(annotation, ast.Subscript)
@@ -346,77 +319,76 @@ class _Reader:
             ):
                 yield value, annotation.slice.elts[0].elts
 
-    def _annotate(
-        self, name: str, annotation: ast.expr, known: dict[str, _Typed]
-    ) -> None:
-        found = self._annotated(annotation, known)
+    def _annotate(self, name: str, annotation: ast.expr, at: _Scope) -> None:
+        found = self._annotated(annotation, at)
         if found is not None:
-            known[name] = found
+            at.known[name] = found
 
-    def _annotated(
-        self, annotation: ast.expr, known: Mapping[str, _Typed]
-    ) -> _Typed | None:
+    def _annotated(self, annotation: ast.expr, at: _Scope) -> _Typed | None:
         """An object of the type that an annotation names."""
-        if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
-            try:
-                annotation = ast.parse(annotation.value, mode="eval").body
-            except SyntaxError:
-                return None
+        annotation = unquoted(annotation)
         if isinstance(annotation, ast.Subscript):
             outer, inner = annotation.value, annotation.slice
             if isinstance(inner, ast.Tuple):
                 inner = inner.elts[0]
-            if isinstance(outer, ast.Name) and outer.id in _CONTAINERS:
-                held = self._annotated(inner, known)
-                return held and _Typed(held.definition, True, held.depth + 1)
-            return None
+            if not isinstance(outer, ast.Name) or outer.id not in _CONTAINERS:
+                return None
+            held = self._annotated(inner, at)
+            return held and _Typed(held.definition, True, held.depth + 1)
         if isinstance(annotation, ast.BinOp):
-            return self._annotated(annotation.left, known) or self._annotated(
-                annotation.right, known
-            )
-        if isinstance(annotation, ast.Name) and annotation.id in known:
-            typed = known[annotation.id]
-            if not typed.is_object and typed.definition.kind == "class":
-                return _Typed(typed.definition, True, typed.depth)
-        if self.code.lines is not None and isinstance(annotation, ast.Name):
+            sides = (annotation.left, annotation.right)
+            return next(filter(None, (self._annotated(it, at) for it in sides)), None)
+        return self._named_type(annotation, at)
+
+    def _named_type(self, annotation: ast.expr, at: _Scope) -> _Typed | None:
+        if not isinstance(annotation, ast.Name):
+            return None
+        typed = at.known.get(annotation.id)
+        if typed and not typed.is_object and typed.definition.kind == "class":
+            return replace(typed, is_object=True)
+        if self.code.lines is not None:
             found = self.tree.find(self.module.name, annotation.id)
             if found is not None and found.kind == "class":
                 return _Typed(found, True)
         return None
 
-    def _type(self, expression: ast.expr, known: Mapping[str, _Typed]) -> _Typed | None:
+    def _type(self, expression: ast.expr, at: _Scope) -> _Typed | None:
         """What an expression is, where that can be told."""
         if isinstance(expression, ast.Name):
-            return known.get(expression.id)
+            return at.known.get(expression.id)
         if isinstance(expression, ast.Subscript):
-            container = self._type(expression.value, known)
+            container = self._type(expression.value, at)
             if isinstance(expression.slice, ast.Slice):
                 return container
             return container.element() if container else None
         if isinstance(expression, ast.Attribute):
-            module = self._module_of(expression.value, known)
-            if module is not None:
-                found = self.tree.find(module, expression.attr)
-                return _Typed(found, found.kind == "value") if found else None
-            start = self._type(expression.value, known)
-            if start is None:
-                return None
-            member = self._member(start, expression.attr)
-            if member is None:
-                return None
-            if member.kind != "function":
-                return self._held(member)
-            if any(it.endswith("property") for it in member.decorators):
-                return self._held(member)
-            return _Typed(member, False)
+            return self._attribute(expression, at)
         if isinstance(expression, ast.Call):
-            called = self._type(expression.func, known)
-            if called is None or called.is_object or called.depth:
-                return None
-            if called.definition.kind == "class":
-                return _Typed(called.definition, True)
-            return self._held(called.definition)
+            return self._returned(expression, at)
         return None
+
+    def _attribute(self, expression: ast.Attribute, at: _Scope) -> _Typed | None:
+        module = self._module_of(expression.value, at)
+        if module is not None:
+            found = self.tree.find(module, expression.attr)
+            return _Typed(found, found.kind == "value") if found else None
+        start = self._type(expression.value, at)
+        owner = self._class_of(start) if start else None
+        member = self.tree.member(owner, expression.attr) if owner else None
+        if member is None:
+            return None
+        computed = any(it.endswith("property") for it in member.decorators)
+        if member.kind != "function" or computed:
+            return self._held(member)
+        return _Typed(member, False)
+
+    def _returned(self, expression: ast.Call, at: _Scope) -> _Typed | None:
+        called = self._type(expression.func, at)
+        if called is None or called.is_object or called.depth:
+            return None
+        if called.definition.kind == "class":
+            return _Typed(called.definition, True)
+        return self._held(called.definition)
 
     def _held(self, of: Definition) -> _Typed | None:
         """The object that an attribute holds or a function returns."""
@@ -425,15 +397,11 @@ class _Reader:
             found = self.tree.resolve(of.annotation, of.module)
         elif isinstance(of.node, ast.Assign) and isinstance(of.node.value, ast.Call):
             found = self.tree.resolve(of.node.value.func, of.module)
-        if found is not None and found.kind == "class":
-            return _Typed(found, True)
-        return None
+        return _Typed(found, True) if found and found.kind == "class" else None
 
-    def _module_of(
-        self, expression: ast.expr, known: Mapping[str, _Typed]
-    ) -> str | None:
+    def _module_of(self, expression: ast.expr, at: _Scope) -> str | None:
         """The module of upstream's that a name stands for."""
-        if isinstance(expression, ast.Name) and expression.id not in known:
+        if isinstance(expression, ast.Name) and expression.id not in at.known:
             return self._module_names.get(expression.id)
         return None
 
@@ -442,21 +410,12 @@ class _Reader:
             return None
         if typed.definition.kind == "class":
             return typed.definition
-        if typed.is_object:
-            held = self._held(typed.definition)
-            return held.definition if held else None
-        return None
+        held = self._held(typed.definition) if typed.is_object else None
+        return held.definition if held else None
 
-    def _member(self, typed: _Typed, name: str) -> Definition | None:
-        owner = self._class_of(typed)
-        return self.tree.member(owner, name) if owner else None
-
-    def _expressions(
-        self, node: ast.AST, scope: list[str], known: Mapping[str, _Typed]
-    ) -> None:
-        known = self._bind(node, known)
-        called = set()
-        listed = set()
+    def _expressions(self, node: ast.AST, at: _Scope) -> None:
+        bound = self._with_bound(node, at)
+        called, listed = set(), set()
         for part in _expressions(node):
             if isinstance(part, ast.Call):
                 called.add(part.func)
@@ -464,69 +423,53 @@ class _Reader:
                 listed |= {key for key in part.keys if key is not None}
         for part in _expressions(node):
             how = How.CALL if part in called else How.READ
-            if isinstance(part, ast.Name) and part.id in known:
-                self._named(part, how, part in listed, scope, known)
+            if isinstance(part, ast.Name) and part.id in bound.known:
+                self._named(part, how, part in listed, bound)
             elif isinstance(part, ast.Attribute):
-                self._taken(part, how, scope, known)
+                self._taken(part, how, bound)
 
-    def _named(
-        self,
-        node: ast.Name,
-        how: How,
-        listed: bool,
-        scope: list[str],
-        known: Mapping[str, _Typed],
-    ) -> None:
-        definition = known[node.id].definition
+    def _named(self, node: ast.Name, how: How, listed: bool, at: _Scope) -> None:
+        typed = at.known[node.id]
+        definition = typed.definition
         if definition.owner is not None or isinstance(node.ctx, ast.Store):
             return
         if listed and definition.qualname.endswith(BUILDER):
             how = How.RECORD
-        if how != How.READ and not (known[node.id].is_object):
+        if how != How.READ and not typed.is_object:
             key = (definition.module.name, definition.qualname)
-            self._note(*key, None, how, node, scope)
+            self._note(key, None, how, node, at)
 
-    def _taken(
-        self,
-        node: ast.Attribute,
-        how: How,
-        scope: list[str],
-        known: Mapping[str, _Typed],
-    ) -> None:
+    def _taken(self, node: ast.Attribute, how: How, at: _Scope) -> None:
         value = node.value
-        if (
-            isinstance(value, ast.Call)
-            and isinstance(value.func, ast.Name)
-            and value.func.id == "super"
-        ):
+        if isinstance(value, ast.Call) and getattr(value.func, "id", "") == "super":
             value = ast.Name("self", ast.Load())
-        module = self._module_of(value, known)
+        module = self._module_of(value, at)
         if module is not None:
             if self.tree.find(module, node.attr) is not None:
-                self._note(module, node.attr, None, how, node, scope)
+                self._note((module, node.attr), None, how, node, at)
             return
-        start = self._type(value, known)
+        start = self._type(value, at)
         owner = self._class_of(start) if start is not None else None
         if owner is None or isinstance(node.ctx, ast.Store):
             return
         if self.tree.member(owner, node.attr) is not None:
             key = (owner.module.name, owner.qualname)
-            self._note(*key, node.attr, how, node, scope)
+            self._note(key, node.attr, how, node, at)
 
     def _ours(self, node: ast.AST) -> bool:
         return self.code.lines is None or getattr(node, "lineno", 0) in self.code.lines
 
     def _note(
         self,
-        module: str,
-        name: str,
+        key: tuple[str, str],
         member: str | None,
         how: How,
         node: ast.AST,
-        scope: list[str],
+        at: _Scope,
     ) -> None:
+        """Count a use of a symbol, by its module and name, if the code is ours."""
         if self._ours(node):
-            self.uses.append(Use(module, name, member, how, self.code.place(scope)))
+            self.uses.append(Use(*key, member, how, self.code.place(at.names)))
 
 
 def _expressions(node: ast.AST) -> Iterator[ast.AST]:
