@@ -314,8 +314,8 @@ def test_an_upstream_commit_is_taken_over(stacked, upstreams, tmp_path, options)
     assert_round_trip(stacked)
 
 
-def test_the_topic_of_an_import_is_its_subject(stacked, upstreams, tmp_path):
-    mail = tmp_path / "mail"
+def test_the_topic_of_an_import_is_its_files_name(stacked, upstreams, tmp_path):
+    mail = tmp_path / "0001-Wait-long.patch"
     mail.write_text(upstreams.git("format-patch", "--stdout", "-1", "--", "README.md"))
     assert stacked.fails("refresh", "--import", str(mail)).startswith(
         "the new patch 'wait-long' needs --why --upstream-status --drop-when --tests, "

@@ -122,8 +122,7 @@ def _read(
     if b"diff --git " not in diff:
         raise StackError(f"--import {file}: neither a mail of git's nor a diff")
     subject = said.subject or head.get("Subject", "")
-    title = re.sub(r"^(\[[^]]*\] *)+|\(#\d+\)$", "", subject).lower()
-    name = topic or re.sub(r"[^a-z0-9]+", "-", title).strip("-") or "TOPIC"
+    name = topic or re.sub(r"^\d+-", "", file.stem.lower())
     blank = words.draft(stack.places, name)
     patch = replace(
         blank,
