@@ -56,20 +56,24 @@ def main(argv: list[str]) -> int:
         if sys.stdout:
             # Here, where a reader that has gone can still be seen.
             sys.stdout.flush()
-        return code
-    except KeyboardInterrupt:
-        return _fail(f"interrupted: {_WHOLE}", 128 + signal.SIGINT)
-    except _Terminated as stop:
-        return _fail(f"stopped: {_WHOLE}", 128 + stop.args[0])
+    except (KeyboardInterrupt, _Terminated) as stop:
+        code = _stopped(stop)
     except BrokenPipeError:
         # The reader of our output has gone: there is no one to tell.
         _mute()
-        return 1
+        code = 1
     except StackError as fault:
-        return _fail(_explained(fault), 1)
+        code = _fail(_explained(fault), 1)
     except OSError as fault:
         _mute()
-        return _fail(_disk_full() if fault.errno in _FULL else _said(fault), 1)
+        code = _fail(_disk_full() if fault.errno in _FULL else _said(fault), 1)
+    return code
+
+
+def _stopped(stop: BaseException) -> int:
+    if isinstance(stop, _Terminated):
+        return _fail(f"stopped: {_WHOLE}", 128 + stop.args[0])
+    return _fail(f"interrupted: {_WHOLE}", 128 + signal.SIGINT)
 
 
 def _take_any_name() -> None:

@@ -155,27 +155,33 @@ def test_own_edits_are_in_the_identity_from_the_next_apply_on(stacked):
     assert identity() == before
 
 
-def test_doctor(stacked, python, tmp_path):
-    def facts():
-        done = stacked.run("doctor", "--python", str(python), "--json")
-        return json.loads(done.stdout)["facts"]
+@pytest.fixture
+def diagnose(stacked, python):
+    """Runs `doctor`; gives what it found, and what is wrong."""
 
-    def faults():
+    def run():
         done = stacked.run("doctor", "--python", str(python), "--json")
         assert "Traceback" not in done.stderr
         found = json.loads(done.stdout)
         assert done.returncode == bool(found["faults"])
-        return [
+        return found["facts"], [
             fault
             for fault in found["faults"]
             # The synthetic engine asks for the real one's packages.
             if not fault.startswith("not installed: ") and "vllm needs" not in fault
         ]
 
+    return run
+
+
+def test_doctor(stacked, python, diagnose):
+    def faults():
+        return diagnose()[1]
+
     assert faults() == [f"vllm is not installed for {python}: pip install -e vllm"]
     pip(python, stacked, "-e")
     assert faults() == []
-    assert facts()["decode"].startswith("unknown (ModuleNotFoundError: ")
+    assert diagnose()[0]["decode"].startswith("unknown (ModuleNotFoundError: ")
     library = stacked.tree / "vllm" / "_C.abi3.so"
     library.write_bytes(b"another build")
     assert faults() == [
@@ -194,15 +200,19 @@ def test_doctor(stacked, python, tmp_path):
     )
     assert found[1].startswith("edited since apply (vllm/_version.py), so an engine ")
     assert len(found) == 2
-    version.write_text('__version__ = "9.9.0+ours.1"\n')
-    # Another vllm that comes first on the path.
+    version.write_text("1 / 0\n")
+    assert any("import vllm fails (ZeroDivisionError" in fault for fault in faults())
+
+
+def test_doctor_on_another_vllm_that_comes_first(stacked, python, tmp_path, diagnose):
+    pip(python, stacked, "-e")
     elsewhere = tmp_path / "elsewhere"
     shutil.copytree(stacked.tree / "vllm", elsewhere / "vllm")
     site = next(python.parents[1].glob("lib/*/site-packages"))
     shadow = site / "0-shadow.pth"
     shadow.write_text(f"import sys; sys.path.insert(0, {str(elsewhere)!r})\n")
     try:
-        found = faults()
+        found = diagnose()[1]
     finally:
         shadow.unlink()
     assert found[0] == (
@@ -221,8 +231,7 @@ def test_doctor(stacked, python, tmp_path):
     (elsewhere / "vllm" / "engine.py").write_text("EDITED = True\n")
     shadow.write_text(f"import sys; sys.path.insert(0, {str(elsewhere)!r})\n")
     try:
-        found = faults()
-        reports = facts()["identity"]
+        facts, found = diagnose()
     finally:
         shadow.unlink()
     digest = json.loads(stacked.ok("status", "--json"))["stack"][:12]
@@ -232,9 +241,7 @@ def test_doctor(stacked, python, tmp_path):
         "edited since apply (vllm/engine.py), so an engine reports "
         "ffffffffffff.000000000000+edited: run scripts/apply.sh",
     ]
-    assert reports == "ffffffffffff.000000000000+edited"
-    (stacked.tree / "vllm" / "_version.py").write_text("1 / 0\n")
-    assert any("import vllm fails (ZeroDivisionError" in fault for fault in faults())
+    assert facts["identity"] == "ffffffffffff.000000000000+edited"
 
 
 def test_doctor_without_a_python(stacked):

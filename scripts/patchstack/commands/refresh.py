@@ -107,6 +107,10 @@ def _do(stack: Stack, options: argparse.Namespace) -> list[str]:
         return ownership.take(stack, options.own, options.why)
     if options.disown:
         return ownership.give_up(stack, options.disown)
+    return _do_series(stack, options, words)
+
+
+def _do_series(stack: Stack, options: argparse.Namespace, words: Words) -> list[str]:
     if options.drop:
         return series.drop(stack, options.drop)
     if options.move:

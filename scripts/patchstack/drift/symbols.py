@@ -309,13 +309,13 @@ class SourceTree:
         expression = unquoted(expression)
         if isinstance(expression, ast.Subscript):
             outer = expression.value
-            if isinstance(outer, ast.Name) and outer.id in ("Optional", "type", "Type"):
-                return self.resolve(expression.slice, module)
-            return self.resolve(outer, module)
+            named = outer.id if isinstance(outer, ast.Name) else ""
+            held = named in ("Optional", "type", "Type")
+            return self.resolve(expression.slice if held else outer, module)
         if isinstance(expression, ast.BinOp):
-            return self.resolve(expression.left, module) or self.resolve(
-                expression.right, module
-            )
+            sides = (expression.left, expression.right)
+            found = (self.resolve(it, module) for it in sides)
+            return next(filter(None, found), None)
         if isinstance(expression, ast.Name):
             return self.find(module.name, expression.id)
         if isinstance(expression, ast.Attribute):

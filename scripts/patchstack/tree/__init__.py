@@ -44,22 +44,21 @@ class Tree:
     def fault(self, stack: Stack, machine: str) -> str | None:
         """Return why the tree is not what the stack makes; None if it is."""
         found = self.marker
-        unsettled = place.unsettled(self.places)
-        missing = own.missing(self.folder, stack.own)
-        if unsettled or missing:
-            return unsettled or missing
+        fault = place.unsettled(self.places) or own.missing(self.folder, stack.own)
+        if fault:
+            return fault
         if found is None:
             return "vllm/ is not applied: run scripts/apply.sh"
         if self.applied is None or self.history.head() != found.head:
             return "the tree's history is gone or changed: run scripts/apply.sh"
         edits = self.edits(stack.own)
         if edits:
-            return f"vllm/ has local edits ({edits}): {KEEP_OR_DROP}"
-        if found.digest != stack.digest:
-            return "vllm/ was made from another stack: run scripts/apply.sh"
-        if found.wheel != stack.base.wheel(machine).sha256:
-            return f"vllm/ is made for {found.machine}: run scripts/apply.sh"
-        return None
+            fault = f"vllm/ has local edits ({edits}): {KEEP_OR_DROP}"
+        elif found.digest != stack.digest:
+            fault = "vllm/ was made from another stack: run scripts/apply.sh"
+        elif found.wheel != stack.base.wheel(machine).sha256:
+            fault = f"vllm/ is made for {found.machine}: run scripts/apply.sh"
+        return fault
 
     def adopt(self, stack: Stack, edited: bool = False) -> bool:
         """Take the tree as it lies if the changed stack would make just that.
