@@ -136,7 +136,7 @@ def compare(*edits, ours=OURS, lines=None, path="vllm/ours.py"):
     for file, old, new in edits:
         assert old in changed[file]
         changed[file] = changed[file].replace(old, new)
-    code = Code(path, ours, lines, "0001-x.patch" if lines else None)
+    code = Code(path, ours, lines, "x.patch" if lines else None)
     found = drift.compare([code], ["vllm/ours.py"], tree(UPSTREAM), tree(changed))
     return [(it.level.value, it.symbol, it.change) for it in found]
 

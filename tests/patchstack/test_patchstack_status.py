@@ -127,7 +127,7 @@ def drop_budget(it):
             ],
         ),
         (
-            lambda it: rewrite(it.patch("step-by-two.patch"), "+1\n", "+3\n"),
+            lambda it: rewrite(it.patch("step-by-two.patch"), "+ 1\n", "+ 3\n"),
             [
                 "vllm/ was made from another stack: run scripts/apply.sh",
                 "patches/step-by-two.patch would change vllm/engine.py in another way "

@@ -197,7 +197,7 @@ def test_an_edited_tree_is_not_packed(checkout, path, says):
 
 
 def test_a_tree_of_another_stack_is_not_packed(checkout):
-    patch = checkout.patch("0001-wide-layers.patch")
+    patch = checkout.patch("wide-layers.patch")
     patch.write_bytes(patch.read_bytes().replace(b"it is needed", b"8 is too few"))
     assert "made from another stack: run scripts/apply.sh" in checkout.fails(
         "wheel", code=2

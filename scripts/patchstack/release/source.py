@@ -128,7 +128,8 @@ def _clone(place: str, into: Path) -> None:
     bare = into.with_name(into.name + ".clone")
     # Reaching the remote needs the user's own git settings (proxy, credentials);
     # a bare clone checks nothing out, so they cannot touch the content.
-    env = {k: v for k, v in os.environ.items() if k not in _REPOSITORY_VARIABLES}
+    local = git.call(["git", "rev-parse", "--local-env-vars"], os.environ).split()
+    env = {k: v for k, v in os.environ.items() if k.encode() not in local}
     command = ["git", "clone", "-q", "--bare", "--depth", "1", "--template="]
     try:
         git.call([*command, "--branch", tag, "--", url, str(bare)], env)
@@ -140,15 +141,3 @@ def _clone(place: str, into: Path) -> None:
     checkout.run("read-tree", "HEAD")
     checkout.run("checkout-index", "-a", "-q")
     shutil.rmtree(bare)
-
-
-_REPOSITORY_VARIABLES = (
-    "GIT_DIR",
-    "GIT_WORK_TREE",
-    "GIT_INDEX_FILE",
-    "GIT_OBJECT_DIRECTORY",
-    "GIT_ALTERNATE_OBJECT_DIRECTORIES",
-    "GIT_COMMON_DIR",
-    "GIT_NAMESPACE",
-    "GIT_TEMPLATE_DIR",
-)
