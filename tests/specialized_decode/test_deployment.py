@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from rig import vllm_config
-from vllm.config import CompilationMode, CUDAGraphMode
+from vllm.config import CompilationMode, CUDAGraphMode, KVTransferConfig
+from vllm.config.attention import HiSparseConfig
 from vllm.models.deepseek_v41.nvidia import specialized_decode
 from vllm.models.deepseek_v41.nvidia.specialized_decode import deployment
 from vllm.models.deepseek_v41.nvidia.specialized_decode.deployment import (
@@ -105,8 +106,11 @@ BREAKING = {
         "parallel_config.decode_context_parallel_size", 2
     ),
     "no micro-batching": breaking("parallel_config.enable_dbo", True),
-    "no KV transfer and no HiSparse": breaking("kv_transfer_config", object()),
-    "no speculative decoding other than": breaking(
+    "no KV connector that may read a step's metadata object": breaking(
+        "kv_transfer_config",
+        KVTransferConfig(kv_connector="HiSparseConnector", kv_role="kv_both"),
+    ),
+    "no speculative decoding but by dspark, dflash, ngram": breaking(
         "speculative_config.method", "eagle"
     ),
     "no adaptive verification": breaking(
@@ -152,9 +156,22 @@ def test_mixed_full_graphs_are_not_enough(config, mode):
     assert missing_for_device_metadata(config)
 
 
+def test_hisparse_is_named_however_it_is_turned_on(config):
+    config.attention_config.hisparse_config = HiSparseConfig()
+    [missing] = missing_for_device_metadata(config)
+    assert "HiSparse's attention reads host fields of it" in missing
+
+
+def test_a_connector_that_reads_nothing_is_served(config):
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="NixlConnector", kv_role="kv_both"
+    )
+    assert missing_for_device_metadata(config) == ()
+
+
 def test_everything_missing_is_listed_at_once(config):
     config.parallel_config.enable_dbo = True
-    config.kv_transfer_config = object()
+    config.speculative_config.method = "eagle"
     assert len(missing_for_device_metadata(config)) == 2
 
 

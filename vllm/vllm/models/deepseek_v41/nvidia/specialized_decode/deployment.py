@@ -40,6 +40,12 @@ from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
+from .metadata_readers import (
+    SERVED_SPECULATORS,
+    reading_connector,
+    reading_speculator,
+)
+
 logger = init_logger(__name__)
 
 
@@ -59,13 +65,29 @@ class MetadataGraphs(StrEnum):
 @dataclass(frozen=True)
 class Requirement:
     need: str
-    reason: str
-    met: Callable[[VllmConfig], bool]
+    reason: str | Callable[[VllmConfig], str | None]
+    """Why; or, where that depends on the deployment, what tells: None then means
+    that it is met."""
+    met: Callable[[VllmConfig], bool] = lambda _: False
+
+    def missing(self, vllm_config: VllmConfig) -> str | None:
+        """The need and why the deployment does not meet it; None if it does."""
+        if isinstance(self.reason, str):
+            reason = None if self.met(vllm_config) else self.reason
+        else:
+            reason = self.reason(vllm_config)
+        return None if reason is None else f"{self.need} ({reason})"
 
 
-# Speculators that never read the target's metadata object. Others may feed a
-# recorded object to an eager forward, whose FlashMLA plan would then be stale.
-_SPECULATORS = ("dspark", "dflash")
+def _reading_connector(vllm_config: VllmConfig) -> str | None:
+    if vllm_config.attention_config.hisparse_config is not None:
+        return "HiSparse's attention reads host fields of it"
+    return reading_connector(vllm_config.kv_transfer_config)
+
+
+def _reading_speculator(vllm_config: VllmConfig) -> str | None:
+    speculative = vllm_config.speculative_config
+    return None if speculative is None else reading_speculator(speculative.method)
 
 
 def _decode_steps_alone_run_full(vllm_config: VllmConfig) -> bool:
@@ -116,20 +138,12 @@ DEVICE_METADATA_REQUIREMENTS = (
         lambda config: not config.parallel_config.use_ubatching,
     ),
     Requirement(
-        "no KV transfer and no HiSparse",
-        "a KV connector reads host fields of the metadata object of the step",
-        lambda config: (
-            config.kv_transfer_config is None
-            and config.attention_config.hisparse_config is None
-        ),
+        "no KV connector that may read a step's metadata object", _reading_connector
     ),
     Requirement(
-        f"no speculative decoding other than {' or '.join(_SPECULATORS)}",
-        "other speculators may run an eager forward on the target's metadata object",
-        lambda config: (
-            config.speculative_config is None
-            or config.speculative_config.method in _SPECULATORS
-        ),
+        f"no speculative decoding but by {', '.join(SERVED_SPECULATORS)}, which never "
+        "read a step's metadata object",
+        _reading_speculator,
     ),
     Requirement(
         "no adaptive verification",
@@ -247,11 +261,8 @@ def requested_metadata_graphs(additional_config: Any) -> MetadataGraphs:
 def _missing(
     requirements: Sequence[Requirement], vllm_config: VllmConfig
 ) -> tuple[str, ...]:
-    return tuple(
-        f"{requirement.need} ({requirement.reason})"
-        for requirement in requirements
-        if not requirement.met(vllm_config)
-    )
+    missing = (requirement.missing(vllm_config) for requirement in requirements)
+    return tuple(filter(None, missing))
 
 
 def missing_for_device_metadata(vllm_config: VllmConfig) -> tuple[str, ...]:
