@@ -42,8 +42,8 @@ def bind_kernels(vllm_config: VllmConfig) -> None:
                 else:
                     left[part, why] += 1
     logger.info_once(
-        "DeepSeek-V4.1 decode: Hopper kernels in FULL graphs of up to %d rows, for MXFP8 "
-        "linear layers%s.",
+        "DeepSeek-V4.1 decode: Hopper kernels in FULL graphs of up to %d rows, for "
+        "MXFP8 linear layers%s.",
         MAX_ROWS,
         "".join(f", the {part} of {count} layers" for part, count in bound.items()),
     )
