@@ -780,6 +780,43 @@ def test_a_plot_is_redrawn_from_the_results_alone(tmp_path):
     assert plot.read_text() == drawn
 
 
+def test_host_time_is_drawn_beside_the_step(tmp_path):
+    kept, host, plot = (tmp_path / name for name in ("s.json", "h.json", "p.svg"))
+    record.save(kept, RESULTS)
+    builds = [
+        {"proxy": 40, "query_len": q, "batch": b, "path": p, "host_us_p50": us}
+        for q, b, p, us in [
+            (1, 1, "stock", 2500.0),
+            (1, 8, "stock", 2600.0),
+            (1, 1, "recorded", 150.0),
+            (1, 1, "in_graph", 9.0),
+            (1, 8, "in_graph", 11.0),
+            (6, 32, "in_graph", 12.0),
+        ]
+    ]
+    host.write_text(json.dumps({"records": builds}))
+    done = run("--draw", str(kept), "--plot", str(plot), "--plot-host", str(host))
+    assert (done.returncode, done.stderr) == (0, "")
+    drawn = plot.read_text()
+    assert "metadata on the host, 40 layers, query length 1" in drawn
+    assert drawn.count(">stock<") == 3 and drawn.count(">in_graph<") == 1
+    assert ">recorded<" not in drawn
+
+
+@pytest.mark.parametrize("content", ["{}", '{"records": []}', '{"records": [{}]}'])
+def test_host_time_of_other_files_is_refused(tmp_path, content):
+    kept, host = tmp_path / "step.json", tmp_path / "host.json"
+    record.save(kept, RESULTS)
+    host.write_text(content)
+    done = run(
+        *("--draw", str(kept), "--plot", str(tmp_path / "p.svg")),
+        *("--plot-host", str(host)),
+    )
+    assert done.returncode == cli.FAILED
+    assert "has no results of 'bench.sh metadata'" in done.stderr.splitlines()[-1]
+    assert not (tmp_path / "p.svg").exists()
+
+
 def test_labels_do_not_overlap(tmp_path):
     from bench.step.plot import _label
 

@@ -124,6 +124,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--plot", type=Path, metavar="FILE", help="draw ms a step by batch size (.svg)"
     )
     parser.add_argument(
+        "--plot-host",
+        type=Path,
+        metavar="JSON",
+        help="beside it the host time of a step's metadata, from results of "
+        "'bench.sh metadata'",
+    )
+    parser.add_argument(
         "--draw",
         type=Path,
         metavar="JSON",
@@ -138,6 +145,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("give 10 --steps or more")
     if options.expert_parallel and options.rank_of in (None, 1):
         parser.error("--expert-parallel needs --rank-of 2, 4 or 8")
+    if options.plot_host and not options.plot:
+        parser.error("--plot-host needs --plot")
     if options.draw and options.draw == options.out:
         parser.error("--draw measures nothing, so there is nothing to write --out")
     return options
@@ -232,9 +241,10 @@ def show(options: argparse.Namespace, results: record.Results) -> None:
     """Print the results, and draw them where ``--plot`` says."""
     print(results.as_json() if options.json else record.table(results), flush=True)
     if options.plot is not None:
-        from .plot import draw
+        from .plot import draw, host_time
 
-        draw(results, options.plot)
+        host = host_time(options.plot_host) if options.plot_host else None
+        draw(results, options.plot, host)
 
 
 def run(options: argparse.Namespace) -> int:
