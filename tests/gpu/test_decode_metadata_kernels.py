@@ -1,5 +1,6 @@
 """The fused decode-metadata launch on the device, against its reference in plain
-torch, bitwise, and nothing written beside its outputs."""
+torch, bitwise, and nothing written beside its outputs.
+"""
 
 import pytest
 import torch
@@ -90,7 +91,7 @@ def test_schedules_are_those_of_deepgemm(item_tokens):
                 assert torch.equal(got.cpu(), schedule(units, workers).int())
 
 
-@pytest.mark.parametrize("shape", (SMALL[1], LARGE[3]), ids=str)
+@pytest.mark.parametrize("shape", [SMALL[1], LARGE[3]], ids=str)
 def test_a_replayed_graph_follows_its_inputs(shape):
     seed = 4
     case = random_case(shape, seed).to(DEVICE)

@@ -83,7 +83,8 @@ class Runner:
 
     def run(self, batch: InputBatch, graph) -> dict:
         """Prepare the step and, where it is the forward graph that refreshes its
-        metadata, run that too."""
+        metadata, run that too.
+        """
         attn_metadata = self.prepare(batch)
         if self.state.graphs.served()[Way.IN_GRAPH]:
             self.runner.cudagraph_manager.run_fullgraph(graph)
@@ -427,7 +428,8 @@ def test_a_build_that_syncs_is_refused_and_the_engine_goes_on(real, serve, fault
 def test_profiling_recordings_end_with_profiling(engine, profiled):
     assert profiled, "memory profiling did not capture"
     for before, after in profiled:
-        assert before > 0 and after == 0
+        assert before > 0
+        assert after == 0
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8, 32])
@@ -448,6 +450,7 @@ def test_real_requests_are_served_from_recordings(engine, real, batch):
     )
     assert all(len(output.outputs[0].token_ids) == 48 for output in outputs)
     steps = stats.full_decode_steps - before
-    assert steps > 0 and stats.served.total() - served > 0.95 * steps
+    assert steps > 0
+    assert stats.served.total() - served > 0.95 * steps
     assert stats.missed == missed
     print(stats.line())

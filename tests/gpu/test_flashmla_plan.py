@@ -1,5 +1,6 @@
 """FlashMLA plans shared over KV-cache groups, against the plans FlashMLA makes for
-each layer by itself."""
+each layer by itself.
+"""
 
 from dataclasses import dataclass, field
 

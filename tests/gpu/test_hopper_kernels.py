@@ -176,7 +176,8 @@ def test_grouped_linear(groups, n, k, dtype, bound):
         x = bf16(rows, groups, k)
         out = ops.grouped_linear_bf16(x, weight, dtype)
         exact = reference.grouped_linear(x, weight.double())
-        assert out.dtype == dtype and error(out, exact) < bound, rows
+        assert out.dtype == dtype
+        assert error(out, exact) < bound, rows
 
 
 LIMIT = 10.0
@@ -320,7 +321,8 @@ def test_one_expert_for_every_row():
 @pytest.mark.parametrize("rows", [1, 6, 64])
 def test_captured_in_a_row_they_are_right_and_equal_each_time(rows):
     """The kernels start before those ahead of them end: a graph of dependent ones,
-    whose buffers are poisoned in between."""
+    whose buffers are poisoned in between.
+    """
     layer = Layer(384, 288, 384)
     first, second = mxfp8(layer.hidden, layer.hidden), mxfp8(layer.hidden, layer.hidden)
     router = bf16(1, 384, layer.hidden)

@@ -68,6 +68,7 @@ def path(text: str) -> str:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(
         prog="bench.sh step",
         description="Time decode steps of a proxy by path, and show where the GPU's "
@@ -168,7 +169,8 @@ def requests(
     options: argparse.Namespace, model: Path, out: Path, deadline: float | None
 ) -> Iterator[Request]:
     """What each engine is to measure, in turn: all paths at one query length first,
-    so that what a budget leaves can be compared."""
+    so that what a budget leaves can be compared.
+    """
     commit = options.commit or name_of_fork()
     lengths, names = map(dict.fromkeys, (options.query_len, options.paths))
     for query_len, name in product(lengths, names):

@@ -135,7 +135,8 @@ class Timed:
 
 class References:
     """Profiles the forward of each FULL graph that will serve one of ``batches``,
-    launch by launch, right before it is captured."""
+    launch by launch, right before it is captured.
+    """
 
     def __init__(self, batches: Sequence[int], query_len: int, ranges: Ranges) -> None:
         self.of: dict[Any, trace.Reference] = {}
@@ -240,7 +241,8 @@ class Meter:
 
     def measure(self, batch: int, profiling: bool = False) -> None:
         """From now on, decode steps of ``batch`` requests count; the samples start
-        anew. With ``profiling``, some of them are profiled once."""
+        anew. With ``profiling``, some of them are profiled once.
+        """
         self._batch, self._profiling = batch, profiling
         self.step_ms, self.profiled, self.request_steps = [], None, 0
         self.new_run()
@@ -251,7 +253,8 @@ class Meter:
 
     def install(self, runner: Any, model_manager: Any) -> None:
         """Patch the classes of the model runner and of its graphs' manager; call
-        before the engine is made."""
+        before the engine is made.
+        """
         execute, run = runner.execute_model, model_manager.run_fullgraph
 
         def execute_model(self_: Any, scheduled: Any, *values: Any, **more: Any) -> Any:
@@ -314,6 +317,7 @@ class Meter:
 
 
 def profiler() -> profile:
+    """A profiler of the host and the GPU."""
     return profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
 
 
@@ -409,7 +413,8 @@ class _Generate:
 
 def copy_gb_per_s() -> float:
     """Bandwidth of a copy on the GPU, bytes read and written together, in GB/s: the
-    best of several."""
+    best of several.
+    """
     source = torch.empty(COPIED_BYTES, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     best = 0.0
@@ -424,6 +429,7 @@ def copy_gb_per_s() -> float:
 
 
 def say(text: str) -> None:
+    """Print a line of progress."""
     print(f"  {text}", file=sys.stderr, flush=True)
 
 

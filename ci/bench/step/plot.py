@@ -148,7 +148,8 @@ def _label(
     panel: "matplotlib.axes.Axes", ends: list[tuple[float, str, str]], right: int
 ) -> float:
     """Name the lines at their right ends, moved apart where they would overlap; the
-    height of the highest name."""
+    height of the highest name.
+    """
     ends.sort()
     highest = ends[-1][0]
     apart = highest / 14

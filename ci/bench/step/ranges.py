@@ -148,7 +148,8 @@ def subclasses(cls: type[Any]) -> Iterator[type[Any]]:
 @contextmanager
 def as_if_capturing() -> Iterator[None]:
     """Within, code that asks whether a stream captures is told that it does, and so
-    takes the path that its graph has."""
+    takes the path that its graph has.
+    """
     asked = "is_current_stream_capturing"
     real = vars(torch.cuda)[asked]
     vars(torch.cuda)[asked] = lambda: True

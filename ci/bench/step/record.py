@@ -111,10 +111,13 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Results:
+    """What was measured, and what was asked for and was not."""
+
     records: tuple[StepRecord, ...] = ()
     left_out: tuple[LeftOut, ...] = ()
 
     def as_json(self) -> str:
+        """The results as ``docs/schemas/bench-step.v1.json`` says."""
         return json.dumps(asdict(self), indent=1)
 
 
@@ -182,7 +185,8 @@ def _results(written: dict[str, Any]) -> Results:
 
 def add(path: Path, *more: StepRecord | LeftOut) -> Results:
     """Add to the results in ``path``, made where missing, all or nothing: whoever is
-    killed leaves a whole file."""
+    killed leaves a whole file.
+    """
     results = load(path) if path.exists() else Results()
     results = Results(
         results.records + tuple(m for m in more if isinstance(m, StepRecord)),
@@ -193,6 +197,7 @@ def add(path: Path, *more: StepRecord | LeftOut) -> Results:
 
 
 def save(path: Path, results: Results) -> None:
+    """Write ``path``, all or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     unfinished.write_text(results.as_json() + "\n")
@@ -209,12 +214,14 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
+        """The words for it in tables and plots."""
         rank = f", one rank of {self.rank_of}" if self.rank_of > 1 else ""
         by = " with expert parallelism" if self.expert_parallel else ""
         return f"{self.layers} layers{rank}{by}, query length {self.query_len}"
 
 
 def case_of(record: StepRecord | LeftOut) -> Case:
+    """The case that a record is of."""
     return Case(record.layers, record.rank_of, record.expert_parallel, record.query_len)
 
 

@@ -43,6 +43,7 @@ class Request:
         )
 
     def as_json(self) -> str:
+        """The request on one line, for ``of``."""
         return json.dumps(asdict(self))
 
     @classmethod

@@ -38,7 +38,8 @@ def _innermost(
     launches: Launches, ranges: Sequence[_Range]
 ) -> Iterator[tuple[float, str | None, list[Work]]]:
     """Each launch: its time, the name of the innermost range around it, its work.
-    Within a draft's range that is the range, whatever the draft model runs."""
+    Within a draft's range that is the range, whatever the draft model runs.
+    """
     # Ranges are nested: what has ended within an open one lies above it.
     opened: list[_Range] = []
     following = iter([*ranges, _Range(float("inf"), float("inf"), "")])
@@ -84,11 +85,13 @@ class Reference:
 
     @property
     def launches(self) -> int:
+        """How many launches the map knows."""
         return sum(map(len, self._parts.values()))
 
     def parts(self, works: Sequence[Work]) -> list[Part | None]:
         """The part of each of ``works``, by start: all of a step's FULL graph. None
-        where it cannot be told."""
+        where it cannot be told.
+        """
         counts = Counter((work.name, work.shape) for work in works)
         seen: Counter[Key] = Counter()
         found = []
@@ -140,10 +143,12 @@ class StepTime:
 
     @property
     def span_us(self) -> float:
+        """From the step's first launch to its end, us."""
         return sum(part.span_us for part in self.parts.values())
 
     @property
     def launches(self) -> float:
+        """Launches of a step."""
         return sum(part.launches for part in self.parts.values())
 
 
@@ -208,7 +213,8 @@ def _time(step: _Launched, begin: float) -> StepTime:
 
 def mean(times: Sequence[StepTime]) -> StepTime:
     """The mean of the middle half of ``times`` by span, so that a step in which the
-    profiler or the machine paused does not count."""
+    profiler or the machine paused does not count.
+    """
     ordered = sorted(times, key=lambda step: step.span_us)
     outside = len(ordered) // 4
     middle = ordered[outside : len(ordered) - outside]

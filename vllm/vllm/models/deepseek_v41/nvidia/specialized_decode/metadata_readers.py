@@ -99,7 +99,8 @@ READING_SPECULATORS = {
 
 def reading_connector(config: KVTransferConfig | None) -> str | None:
     """The first KV connector of a deployment that reads the object, or may, and
-    where; None if there is none. A multi-connector is as good as its worst member."""
+    where; None if there is none. A multi-connector is as good as its worst member.
+    """
     if config is None or not config.is_kv_transfer_instance:
         return None
     cls = KVConnectorFactory.get_connector_class(config)

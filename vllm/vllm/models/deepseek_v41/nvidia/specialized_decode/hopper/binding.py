@@ -29,7 +29,8 @@ _BINDINGS: tuple[tuple[str, type, Any], ...] = (
 
 def bind_kernels(vllm_config: VllmConfig) -> None:
     """Bind the kernels to every layer that they serve, and log which they do not, and
-    why."""
+    why.
+    """
     bound: dict[str, int] = defaultdict(int)
     left: dict[tuple[str, str], int] = defaultdict(int)
     for layer in vllm_config.compilation_config.static_forward_context.values():

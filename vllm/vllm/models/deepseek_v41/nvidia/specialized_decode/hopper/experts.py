@@ -20,10 +20,44 @@ from .step import in_small_decode_graph, is_row_major
 
 
 def _why_not(runner: MoERunner) -> str | None:
-    """Why a layer keeps upstream's experts, or None if it does not. Waits for the
-    device."""
+    """Why a layer keeps upstream's experts, or None if it does not.
+
+    Waits for the device.
+    """
+    return (
+        _why_not_its_placement(runner)
+        or _why_not_its_router(runner)
+        or _why_not_its_experts(runner)
+    )
+
+
+def _why_not_its_placement(runner: MoERunner) -> str | None:
     config = runner.moe_config
+    if config.dp_size > 1 or config.is_sequence_parallel or config.pcp_size > 1:
+        return "its tokens come from several ranks"
+    if runner.router.eplb_state is not None:
+        return "its experts move (EPLB)"
+    return None
+
+
+def _why_not_its_router(runner: MoERunner) -> str | None:
+    gate: Any = runner.gate
+    if gate is None or runner._fse_fuse_gate:
+        return "its router is not a plain linear layer"
+    if gate.weight.dtype != torch.bfloat16 or gate.weight.shape[0] % 16:
+        return f"its router is {tuple(gate.weight.shape)}, not bf16 in whole 16s"
+    hidden = runner.moe_config.hidden_dim
+    if gate.weight.shape[1] != hidden:
+        return f"its rows are padded from {gate.weight.shape[1]} to {hidden}"
+    return None
+
+
+def _why_not_its_experts(runner: MoERunner) -> str | None:
     experts: Any = runner.routed_experts
+    return _why_not_their_method(experts) or _why_not_their_shape(runner, experts)
+
+
+def _why_not_their_method(experts: Any) -> str | None:
     method = experts.quant_method
     if not isinstance(method, Mxfp4MoEMethod):
         return f"its experts are of {type(method).__name__}, not MXFP4"
@@ -31,26 +65,20 @@ def _why_not(runner: MoERunner) -> str | None:
         return f"its experts run on {method.mxfp4_backend.value}, not Marlin"
     if getattr(experts, "w13_bias", None) is not None:
         return "its experts have a bias"
-    if config.dp_size > 1 or config.is_sequence_parallel or config.pcp_size > 1:
-        return "its tokens come from several ranks"
-    if runner.router.eplb_state is not None:
-        return "its experts move (EPLB)"
-    gate: Any = runner.gate
-    if gate is None or runner._fse_fuse_gate:
-        return "its router is not a plain linear layer"
-    if gate.weight.dtype != torch.bfloat16 or gate.weight.shape[0] % 16:
-        return f"its router is {tuple(gate.weight.shape)}, not bf16 in whole 16s"
-    if gate.weight.shape[1] != config.hidden_dim:
-        return f"its rows are padded from {gate.weight.shape[1]} to {config.hidden_dim}"
+    for scales in (experts.w13_weight_scale, experts.w2_weight_scale):
+        if int(scales.view(torch.uint8).max()) > ops.MAX_MXFP4_SCALE:
+            return f"a scale is above 2^{ops.MAX_MXFP4_SCALE - 127}"
+    return None
+
+
+def _why_not_their_shape(runner: MoERunner, experts: Any) -> str | None:
+    config = runner.moe_config
     if config.activation != MoEActivation.SILU or experts.apply_router_weight_on_input:
         return "its experts are no plain SwiGLU"
     if config.experts_per_token > ops.MAX_TOPK:
         return f"a token has {config.experts_per_token} experts"
     if _width(runner) % ops.GROUP:
         return f"its width {_width(runner)} is no 32s"
-    for scales in (experts.w13_weight_scale, experts.w2_weight_scale):
-        if int(scales.view(torch.uint8).max()) > ops.MAX_MXFP4_SCALE:
-            return f"a scale is above 2^{ops.MAX_MXFP4_SCALE - 127}"
     return None
 
 
@@ -65,7 +93,8 @@ def _fused_shared(
     runner: MoERunner,
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None:
     """Weights and scales of the shared expert's two projections where it has the width
-    of the routed ones and runs in their launches, else None."""
+    of the routed ones and runs in their launches, else None.
+    """
     shared = runner.shared_experts
     if shared is None:
         return None
@@ -120,7 +149,8 @@ class DecodeMoE:
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """``hidden_states`` [M, hidden] bf16 as [M, hidden] bf16, reduced over the TP
-        group as upstream would; the router runs here, as in upstream's runner."""
+        group as upstream would; the router runs here, as in upstream's runner.
+        """
         if (
             shared_experts_input is not None
             or not ops.experts_are_faster(
@@ -146,7 +176,8 @@ class DecodeMoE:
         self, hidden_states: torch.Tensor, input_ids: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights [M, topk] float32 and experts [M, topk] int32 of each row, negative
-        for padding."""
+        for padding.
+        """
         gate: Any = self._runner.gate
         logits = ops.grouped_linear_bf16(
             hidden_states.unsqueeze(1), gate.weight.unsqueeze(0), torch.float32

@@ -61,7 +61,7 @@ def _compile(source: str) -> bytes:
         log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program), "reading the log")
         nvrtc.nvrtcGetProgramLog(program, log)
         raise KernelError(f"compiling {SOURCE.name}: {log.decode(errors='replace')}")
-    cubin = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program), "sizing the cubin")
+    cubin: bytes = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program), "sizing the cubin")
     _checked(nvrtc.nvrtcGetCUBIN(program, cubin), "reading the cubin")
     nvrtc.nvrtcDestroyProgram(program)
     return cubin
@@ -143,7 +143,8 @@ class Kernels:
     ) -> None:
         """Launch ``name`` on torch's current stream, in clusters of ``cluster`` blocks
         along x. It may start before the kernels before it end, and waits for them
-        itself."""
+        itself.
+        """
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1

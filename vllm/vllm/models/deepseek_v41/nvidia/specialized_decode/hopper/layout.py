@@ -8,7 +8,8 @@ _PLACE_OF_BLOCK = torch.tensor([0, 2, 1, 3, 4, 6, 5, 7])
 
 def weight_codes(packed: torch.Tensor, bits: int, size_n: int) -> torch.Tensor:
     """The codes [..., N, K] uint8 of ``packed`` [..., K / 16, N * bits / 2] int32, e4m3
-    where ``bits`` is 8 and e2m1 where it is 4."""
+    where ``bits`` is 8 and e2m1 where it is 4.
+    """
     *lead, k_tiles, _ = packed.shape
     n_tiles, device = size_n // 64, packed.device
     lane = torch.arange(32, device=device)

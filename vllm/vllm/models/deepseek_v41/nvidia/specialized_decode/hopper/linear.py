@@ -24,7 +24,8 @@ def why_not_linear(
     scales: torch.Tensor, size_n: int, size_k: int, has_bias: bool
 ) -> str | None:
     """Why the kernel does not serve a layer, or None if it does. ``scales`` [K / 32, N]
-    are in Marlin's layout. Waits for the device."""
+    are in Marlin's layout. Waits for the device.
+    """
     if has_bias:
         return "it has a bias"
     if size_n % 2 or size_k % ops.GROUP:
@@ -40,6 +41,7 @@ class HopperMxfp8LinearKernel(MarlinMxfp8LinearKernel):
     serves = False
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Pack the weights as Marlin does, and see whether the kernel serves them."""
         super().process_weights_after_loading(layer)
         made: Any = layer
         why = why_not_linear(
@@ -62,6 +64,7 @@ class HopperMxfp8LinearKernel(MarlinMxfp8LinearKernel):
         x: torch.Tensor,
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """``x`` [M, K] bf16 times the layer's weight, plus ``bias``: [M, N] bf16."""
         made: Any = layer
         if (
             self.serves

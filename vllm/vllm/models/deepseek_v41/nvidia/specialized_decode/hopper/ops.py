@@ -42,7 +42,8 @@ def columns_of(rows: int) -> int:
 
 def linear_split(rows: int, n: int, k: int) -> int:
     """Over how many blocks of a cluster K is split: so many that the grid still runs at
-    once, and each warp keeps two scale groups."""
+    once, and each warp keeps two scale groups.
+    """
     columns = columns_of(rows)
     blocks = n // TILE_ROWS * -(-rows // (8 * columns))
     split = 1
@@ -57,7 +58,8 @@ def linear_split(rows: int, n: int, k: int) -> int:
 
 def linear_is_faster(rows: int, n: int, k: int) -> bool:
     """Whether ``linear_mxfp8`` was faster than Marlin on an H200, by the shapes of
-    ranks of 1, 2, 4 and 8: the more rows, the narrower a layer must be."""
+    ranks of 1, 2, 4 and 8: the more rows, the narrower a layer must be.
+    """
     if rows <= 8:
         return k <= 8192
     if rows <= 16:
@@ -69,7 +71,8 @@ def linear_is_faster(rows: int, n: int, k: int) -> bool:
 
 def experts_are_faster(rows: int, intermediate: int) -> bool:
     """Whether ``Experts`` was faster than Marlin on an H200: not with many rows for
-    whole experts, as expert parallelism has them."""
+    whole experts, as expert parallelism has them.
+    """
     return rows <= (16 if intermediate > 1152 else MAX_ROWS)
 
 
@@ -156,7 +159,8 @@ def grouped_linear_bf16(
     split: int | None = None,
 ) -> torch.Tensor:
     """``x`` [M, G, K] bf16 times ``weight`` [G, N, K] bf16, group by group, as
-    [M, G, N] of ``out_dtype``, bf16 or float32; N in whole 16s, K in whole 32s."""
+    [M, G, N] of ``out_dtype``, bf16 or float32; N in whole 16s, K in whole 32s.
+    """
     rows, groups, k = x.shape
     n = weight.shape[1]
     out = x.new_empty(rows, groups, n, dtype=out_dtype)
@@ -273,7 +277,8 @@ class Experts:
 
     def _expected_visits(self, rows: int, topk: int) -> float:
         """How many visits of an expert a step of ``rows`` rows takes at most, where the
-        rows choose evenly among all ranks' experts."""
+        rows choose evenly among all ranks' experts.
+        """
         local = self.w13.shape[0]
         experts = local if self.local_expert is None else self.local_expert.shape[0]
         return rows * topk * local / experts + (-(-rows // 8) if self.shared_w13 else 0)
@@ -296,7 +301,8 @@ class Experts:
     ) -> torch.Tensor:
         """SwiGLU of the gate and up projections of ``x`` [M, K] bf16, for each choice
         of ``topk_ids`` [M, topk] int32 (negative: none) and, after those, for each row
-        by the shared expert: [M * topk + M, I] bf16."""
+        by the shared expert: [M * topk + M, I] bf16.
+        """
         rows = x.shape[0]
         routing = self._routing(topk_ids)
         shared = self.shared_w13
@@ -340,7 +346,8 @@ class Experts:
     ) -> torch.Tensor:
         """``scale`` times the sum of the down projections of ``act`` by
         ``topk_weights`` [M, topk] float32, plus the shared expert's, as [M, K] bf16.
-        To be launched right after ``gate_up``."""
+        To be launched right after ``gate_up``.
+        """
         routing = self._routing(topk_ids)
         rows, pairs, k = routing.rows, routing.num_pairs, self.w2_scales.shape[2]
         groups = self.intermediate // GROUP

@@ -23,7 +23,8 @@ MAX_GROUPS = 2
 
 class OutputProjection:
     """``attn._o_proj`` with ``wo_a`` by ``ops.grouped_linear_bf16`` in small decode
-    graphs."""
+    graphs.
+    """
 
     def __init__(self, attn: DeepseekV4Attention) -> None:
         self._attn = attn
@@ -47,7 +48,8 @@ class OutputProjection:
 
     def __call__(self, attn_out: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """``attn_out`` [M, padded heads, D] bf16 and ``positions`` [M] as [M, hidden]
-        bf16."""
+        bf16.
+        """
         rows = attn_out.shape[0]
         if rows > MAX_ROWS or not in_small_decode_graph(attn_out):
             return self._stock(attn_out, positions)

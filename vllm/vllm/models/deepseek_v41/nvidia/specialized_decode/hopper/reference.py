@@ -20,7 +20,8 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
     """``silu(min(gate, limit)) * clamp(up, -limit, limit)``, as upstream's
-    ``SiluAndMulWithClamp``."""
+    ``SiluAndMulWithClamp``.
+    """
     gate = gate.clamp(max=limit)
     return gate * torch.sigmoid(gate) * up.clamp(-limit, limit)
 

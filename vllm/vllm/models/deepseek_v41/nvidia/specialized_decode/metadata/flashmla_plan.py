@@ -168,6 +168,15 @@ def _differing_groups(
         return NotShared.CONTEXT_PARALLEL
     if len({_shape(group) for group in windows}) > 1:
         return NotShared.SPEC
+    if (why := _several_indices(builder, attn_groups)) is not None:
+        return why
+    if not _candidates_fill_top_k(builder.vllm_config.model_config.hf_config):
+        return NotShared.CANDIDATES
+    return None
+
+
+def _several_indices(builder: Any, attn_groups: AttnGroups) -> NotShared | None:
+    """Whether layers of one type read the indices of more groups than one."""
     for ratio in (1, 2):
         if deepseek_v41_layer_type(ratio) not in builder._layer_types:
             continue
@@ -175,8 +184,6 @@ def _differing_groups(
             return NotShared.COMPRESSED_GROUPS
         if _count(attn_groups, DeepseekV32IndexerMetadataBuilder, ratio) != 1:
             return NotShared.INDEXER_GROUPS
-    if not _candidates_fill_top_k(builder.vllm_config.model_config.hf_config):
-        return NotShared.CANDIDATES
     return None
 
 
@@ -210,7 +217,7 @@ def _candidates_fill_top_k(config: Any) -> bool:
     if getattr(config, "candidate_source_layer_id", -1) < 0:
         return True
     full = (config.candidate_topk_blocks - 1) * config.candidate_block_size
-    return full >= config.index_topk
+    return bool(full >= config.index_topk)
 
 
 def _differing_steps(

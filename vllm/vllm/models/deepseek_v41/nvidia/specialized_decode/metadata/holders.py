@@ -37,7 +37,7 @@ class OneStepHolders(NamedTuple):
     """
 
     plans: tuple[FlashMLASchedMeta, ...]
-    index_caches: tuple[dict, ...]
+    index_caches: tuple[dict[str, Any], ...]
     sparse_schedules: tuple[SparseMQARowsMetadata, ...]
 
     @classmethod

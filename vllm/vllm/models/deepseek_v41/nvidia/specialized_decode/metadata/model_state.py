@@ -190,7 +190,7 @@ class DeepseekV41DeviceMetadataModelState(DeepseekV41ModelState):
         ):
             num_reqs = input_batch.num_reqs_after_padding
             num_tokens = input_batch.num_tokens_after_padding
-            attn_metadata = self.graphs.in_graph.get(
+            attn_metadata: dict[str, Any] | None = self.graphs.in_graph.get(
                 (num_reqs, num_reqs, num_tokens, num_tokens)  # type: ignore[call-overload]
             )
             if attn_metadata is not None:
