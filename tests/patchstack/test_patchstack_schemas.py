@@ -88,10 +88,14 @@ def test_reports_on_releases(path):
 )
 def test_recorded_results(path):
     """By the newest version or, where they are older, by that of their day."""
-    kind = "smoke" if path.stem == "smoke" else "bench-metadata"
     day = path.parent.name[: len("2026-11-30")]
-    version = "v1" if day <= "2026-11-30" else "v2"
-    schemas.conforming(f"{kind}.{version}", json.loads(path.read_text()))
+    early = day <= "2026-11-30"
+    schema = {
+        "metadata": "bench-metadata.v1" if early else "bench-metadata.v2",
+        "smoke": "smoke.v1" if early else "smoke.v2",
+        "step": "bench-step.v1",
+    }[path.stem.partition("-")[0]]
+    schemas.conforming(schema, json.loads(path.read_text()))
 
 
 def objects(schema):
