@@ -1,7 +1,7 @@
 """Hostile surroundings: each run ends in the right result or in one line.
 
 git's settings are in the tests of each command (`surround_with_hostile_git`), runs
-that stop half way in `test_patchstack_failures`.
+that stop half way in `test_failures`.
 """
 
 import os

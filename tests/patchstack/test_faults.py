@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import synthetic
 from patchstack.tree import marker
-from test_patchstack_failures import FULL, run_injected
+from test_failures import FULL, run_injected
 
 ITSELF = (
     "--from {} holds this checkout, which would be copied into itself: name a folder "

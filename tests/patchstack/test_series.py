@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 import synthetic
-from test_patchstack_refresh import assert_round_trip
+from test_refresh import assert_round_trip
 
 NAMES = ["step-by-two.patch", "wide-layers.patch"]
 
