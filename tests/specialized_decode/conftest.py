@@ -3,6 +3,7 @@
 import os
 import sys
 import types
+from itertools import islice
 
 # Before vllm or triton is imported. An empty device list keeps Triton enabled
 # with no active driver.
@@ -19,6 +20,10 @@ sys.modules.setdefault("vllm._flashmla_C", types.ModuleType("vllm._flashmla_C"))
 import pytest
 from cpu_cuda_graph import CpuCudaGraphs
 from rig import Architecture, Rig, Serving, pretend_architecture
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata import proof
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.steps import (
+    decode_steps,
+)
 
 
 @pytest.fixture
@@ -32,15 +37,25 @@ def cuda_graphs(monkeypatch):
 @pytest.fixture
 def make_rig(monkeypatch, cuda_graphs):
     """``make_rig(architecture, query_len, ...)``: a model state with real
-    metadata builders over the buffers of a model runner."""
+    metadata builders over the buffers of a model runner.
+
+    Its fused builds are held to upstream's on ``proof_steps`` steps, all if None:
+    those take seconds, and what tests anything else is served as well after a few.
+    """
 
     def make(
         architecture: Architecture,
         query_len: int,
         way: Serving = Serving.UPSTREAM,
+        proof_steps: int | None = 2,
         **options,
     ) -> Rig:
         pretend_architecture(architecture, monkeypatch)
+        monkeypatch.setattr(
+            proof,
+            "decode_steps",
+            lambda *shape: islice(decode_steps(*shape), proof_steps),
+        )
         rig = Rig(architecture, query_len, way, **options)
         if way == Serving.UPSTREAM:
             monkeypatch.setattr(rig.state.proven_builds, "prove", lambda *_: None)

@@ -47,10 +47,15 @@ class FusedBuild:
     _max_num_reqs: int
     _max_window: int
 
+    @property
+    def jobs(self) -> list[Job]:
+        """All that the launch writes."""
+        schedules = [each.job for each in self._schedules if each.job is not None]
+        return self._jobs + schedules
+
     @cached_property
     def _job_table(self) -> torch.Tensor:
-        schedules = [each.job for each in self._schedules if each.job is not None]
-        return job_table(self._jobs + schedules, self.inputs.seq_lens.device)
+        return job_table(self.jobs, self.inputs.seq_lens.device)
 
     @classmethod
     def of(

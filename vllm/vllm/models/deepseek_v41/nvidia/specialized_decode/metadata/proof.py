@@ -3,42 +3,32 @@
 
 A wrong metadata buffer is a silently wrong answer, and neither tests nor types
 know every layout a deployment may have. So every fused build is held to upstream's
-builders before it serves: on random decode steps, every byte that those builders
-write must come out the same. This runs at start-up and may wait for the device.
+builders before it serves: on the decode steps of ``steps.py``, every byte that those
+builders write must come out the same. This runs at start-up and may wait for the
+device.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 
 from .fused_build import BuildFn, FusedBuild
-from .jobs import DecodeInputs
+from .steps import decode_steps
 from .tensors import View, tensors
 
-
-class _Round(NamedTuple):
-    """What one comparison is made on."""
-
-    # Overwrites what a build has to write; a bool can hold only these two.
-    poison: int
-    # How often a block past the first is negative, and a token not to be cached,
-    # each KV-cache group on its own.
-    no_block: float = 0.0
-    no_slot: float = 0.0
-    # Whether the last token of every request completes a compressed state.
-    completes: bool = True
+# Of device memory for copies at one time: block tables of many long contexts take
+# hundreds, and the KV cache has been given all but little of the memory.
+_MAX_COPIED = 64 * 2**20
 
 
-# In the smallest shape a step has a single token: each round shows what the
-# others hide.
-_ROUNDS = (
-    _Round(0x7F),
-    _Round(0, no_block=0.8, completes=False),
-    _Round(0x7F, no_block=0.5, no_slot=0.5),
-)
-_LARGEST_RATIO = 2
+class _Rows(NamedTuple):
+    """Some rows of a buffer, and what they held before the comparison, on the host."""
+
+    path: str
+    now: torch.Tensor
+    before: torch.Tensor
 
 
 def difference_from_upstream(
@@ -52,40 +42,52 @@ def difference_from_upstream(
     may follow.
     """
     inputs = build.inputs
-    outputs = _outputs(build)
-    with _restored(inputs.tensors()), _restored(outputs.values()) as kept:
-        before = dict(zip(outputs, kept, strict=True))
-        for seed, each in enumerate(_ROUNDS):
-            poison = each.poison
-            _write_random_step(inputs, max_len, seed, each)
-            step = [tensor.clone() for tensor in inputs.tensors()]
-            _fill(outputs, poison)
-            build_upstream(build.attn_groups)
-            wanted = {path: tensor.clone() for path, tensor in outputs.items()}
-            tables = [table.clone() for table in inputs.block_tables]
-            _fill(outputs, poison)
-            # What upstream leaves alone, the forward keeps to itself.
-            unwritten = [path for path in wanted if _is(wanted[path], poison)]
-            for path in unwritten:
-                outputs[path].copy_(before[path])
-            # Builders clamp tables in place.
-            for tensor, value in zip(inputs.tensors(), step, strict=True):
-                tensor.copy_(value)
-            build.launch()
-            for path, want in wanted.items():
-                got = outputs[path]
-                if path in unwritten and torch.equal(got, before[path]):
-                    continue
-                if not torch.equal(got, want):
-                    return path
-            for index, want in enumerate(tables):
-                if not torch.equal(inputs.block_tables[index], want):
-                    return f"block table {index}"
+    outputs = outputs_of(build)
+    tables = {
+        f"block table {index}": table for index, table in enumerate(inputs.block_tables)
+    }
+    num_reqs, num_tokens = inputs.num_reqs, inputs.num_tokens
+    steps = decode_steps(build.jobs, num_reqs, num_tokens // num_reqs, max_len)
+    with restored(inputs.tensors()), restored(outputs.values()) as before:
+        written = [
+            rows
+            for (path, tensor), value in zip(outputs.items(), before, strict=True)
+            for rows in _rows_of(path, tensor, value)
+        ]
+        # Builders clamp tables in place.
+        clamped = [
+            rows
+            for path, table in tables.items()
+            for rows in _rows_of(path, table, table)
+        ]
+        for step in steps:
+            for portion in _portions([*written, *clamped]):
+                step.write(inputs)
+                fill(outputs.values(), step.poison)
+                build_upstream(build.attn_groups)
+                wanted = [rows.now.clone() for rows in portion]
+                # What upstream leaves alone, the forward keeps to itself.
+                unwritten = [rows for rows in written if holds(rows.now, step.poison)]
+                step.write(inputs)
+                fill(outputs.values(), step.poison)
+                for rows in unwritten:
+                    rows.now.copy_(rows.before)
+                left_alone = {id(rows) for rows in unwritten}
+                build.launch()
+                for rows, want in zip(portion, wanted, strict=True):
+                    if torch.equal(rows.now, want):
+                        continue
+                    # It may also be that upstream writes the poison.
+                    if id(rows) in left_alone:
+                        want.copy_(rows.before)
+                    if not torch.equal(rows.now, want):
+                        return rows.path
     return None
 
 
-def _outputs(build: FusedBuild) -> dict[str, torch.Tensor]:
-    """The device tensors of the metadata that are no inputs, each view once."""
+def outputs_of(build: FusedBuild) -> dict[str, torch.Tensor]:
+    """The device tensors of the metadata that are no inputs, by path, each view
+    once."""
     storages = {_storage(tensor) for tensor in build.inputs.tensors()}
     device = build.inputs.seq_lens.device
     views = {
@@ -107,19 +109,21 @@ def _as(tensor: torch.Tensor, poison: int) -> int | bool:
     return bool(poison) if tensor.dtype == torch.bool else poison
 
 
-def _is(tensor: torch.Tensor, poison: int) -> bool:
+def holds(tensor: torch.Tensor, poison: int) -> bool:
+    """Whether ``tensor`` holds nothing but what ``fill`` put there."""
     return bool((tensor == _as(tensor, poison)).all())
 
 
-def _fill(outputs: dict[str, torch.Tensor], poison: int) -> None:
-    for tensor in outputs.values():
+def fill(outputs: Iterable[torch.Tensor], poison: int) -> None:
+    """Overwrite ``outputs`` with ``poison``."""
+    for tensor in outputs:
         tensor.fill_(_as(tensor, poison))
 
 
 @contextmanager
-def _restored(arrays: Collection[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """What ``arrays`` hold now, and hold again in the end."""
-    values = [tensor.clone() for tensor in arrays]
+def restored(arrays: Collection[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """What ``arrays`` hold now, on the host, and hold again in the end."""
+    values = [tensor.to("cpu", copy=True) for tensor in arrays]
     try:
         yield values
     finally:
@@ -127,43 +131,23 @@ def _restored(arrays: Collection[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
             tensor.copy_(value)
 
 
-def _write_random_step(
-    inputs: DecodeInputs, max_len: int, seed: int, round_: _Round
-) -> None:
-    """A uniform decode step, the first one with padding, if the shape has room."""
-    # On the device: tables are wide where contexts are long.
-    device = inputs.seq_lens.device
-    random = torch.Generator(device).manual_seed(seed)
+def _rows_of(path: str, now: torch.Tensor, before: torch.Tensor) -> Iterator[_Rows]:
+    """``now`` and ``before`` in pieces that ``_portions`` can take."""
+    whole = now.nbytes <= _MAX_COPIED or now.dim() == 0
+    each = now.shape[0] if whole else max(1, _MAX_COPIED // now[0].nbytes)
+    pieces = zip(now.split(each), before.split(each), strict=True)
+    for rows, kept in pieces:
+        yield _Rows(path, rows, kept)
 
-    def integers(low: int, high: int, *shape: int) -> torch.Tensor:
-        return torch.randint(low, high, shape, generator=random, device=device)
 
-    def some(share: float, *shape: int) -> torch.Tensor:
-        return torch.rand(shape, generator=random, device=device) < share
-
-    padded = inputs.num_reqs
-    query_len = inputs.num_tokens // padded
-    num_reqs = padded - (seed == 0 and padded > 1)
-    num_tokens = num_reqs * query_len
-    starts = torch.arange(padded + 1, device=device) * query_len
-    starts.clamp_(max=num_tokens)
-    lens = integers(query_len, max_len, padded)
-    if round_.completes:
-        lens += -lens % _LARGEST_RATIO
-    lens[num_reqs:] = 0
-    positions = integers(0, max_len, inputs.num_tokens)
-    offsets = torch.arange(query_len, device=device) - query_len
-    positions[:num_tokens] = (lens[:num_reqs, None] + offsets).flatten()
-    slots = integers(0, 2**20, *inputs.slot_mappings.shape)
-    slots[some(round_.no_slot, *slots.shape)] = -1
-    slots[:, num_tokens:] = -1
-    replay_start = (integers(0, max_len, padded) - max_len // 2).clamp(0)
-    values = [starts, lens, positions, torch.minimum(replay_start, lens)]
-    for table in inputs.block_tables:
-        blocks = integers(1, 2**20, *table.shape)
-        # What lies past a request's blocks may be anything.
-        blocks[:, 1:][some(round_.no_block, padded, table.shape[1] - 1)] = -1
-        blocks[num_reqs:] = 0
-        values.append(blocks)
-    for tensor, value in zip(inputs.tensors(), [*values, slots], strict=True):
-        tensor.copy_(value)
+def _portions(pieces: Iterable[_Rows]) -> Iterator[list[_Rows]]:
+    """``pieces`` in lists of at most ``_MAX_COPIED`` bytes."""
+    portion: list[_Rows] = []
+    size = 0
+    for rows in pieces:
+        if portion and size + rows.now.nbytes > _MAX_COPIED:
+            yield portion
+            portion, size = [], 0
+        portion.append(rows)
+        size += rows.now.nbytes
+    yield portion

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fused builds of a deployment, each held to upstream's builders before use."""
 
+import torch
 from vllm.logger import init_logger
 
 from .fused_build import BuildFn, FusedBuild
@@ -36,19 +37,32 @@ class ProvenBuilds:
         known = self.known(build)
         if known is not None or _alike(self._refused, build) is not None:
             return known
+        why = None
         try:
             build, path = self._compared(build, build_upstream, max_len)
-        except Exception:
+            if path is not None:
+                why = f"differs from upstream's in {path}: please report this"
+        except torch.OutOfMemoryError:
+            why = (
+                "could not be compared with upstream's, as the GPU's memory is full: "
+                "lower gpu_memory_utilization"
+            )
+        except Exception as error:
             logger.exception("Comparing the fused attention metadata failed.")
-            path = "nothing"
-        if path is not None:
+            # CUDA's errors go on for lines about debugging.
+            text = f"{type(error).__name__}: {error}".partition("\n")[0]
+            why = f"could not be compared with upstream's ({text}): please report this"
+        finally:
+            # Upstream takes what the capture of the graphs leaves allocated off the
+            # KV cache.
+            torch.cuda.empty_cache()
+        if why is not None:
             logger.error(
                 "DeepSeek-V4.1 decode: the fused metadata build of %d requests of %d "
-                "tokens differs from upstream's in %s, and is not used. Please report "
-                "this.",
+                "tokens is not used. It %s.",
                 build.key.num_reqs,
                 build.key.num_tokens,
-                path,
+                why,
             )
             self._refused[build.key] = build
             return None
