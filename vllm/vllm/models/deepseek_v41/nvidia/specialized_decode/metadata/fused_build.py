@@ -19,7 +19,7 @@ from vllm.logger import init_logger
 from vllm.v1.worker.utils import AttentionGroup
 
 from .jobs import DecodeInputs, NotFusedError, Schedule, jobs_of
-from .kernel import Job, job_table, write_decode_metadata
+from .kernel import Job, job_table, longest_window, write_decode_metadata
 from .key import GraphKey
 from .tensors import View
 
@@ -76,7 +76,6 @@ class FusedBuild:
                 "DeepSeek-V4.1 decode: no fused metadata build: %s.", str(error)
             )
             return None
-        window = max([1, *(job.window for job in jobs)])
         return cls(
             key,
             inputs,
@@ -85,7 +84,7 @@ class FusedBuild:
             jobs,
             schedules,
             max_num_reqs,
-            window,
+            longest_window(jobs),
         )
 
     def launch(self) -> None:

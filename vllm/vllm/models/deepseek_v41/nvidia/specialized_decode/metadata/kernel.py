@@ -321,6 +321,11 @@ def _decode_metadata_kernel(
         _write_table_row(job, token, req, real, BLOCK_COLUMNS)
 
 
+def longest_window(jobs: Sequence[Job]) -> int:
+    """That of any of ``jobs``, in tokens; 1 where none has one."""
+    return max([1, *(job.window for job in jobs)])
+
+
 def job_table(jobs: Sequence[Job], device: torch.device) -> torch.Tensor:
     """The jobs as [jobs, columns] int64, for ``write_decode_metadata``."""
     return torch.tensor([job.row() for job in jobs], dtype=torch.int64, device=device)

@@ -10,7 +10,7 @@ device.
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
@@ -23,7 +23,8 @@ from .tensors import View, tensors
 _MAX_COPIED = 64 * 2**20
 
 
-class _Rows(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Rows:
     """Some rows of a buffer, and what they held before the comparison, on the host."""
 
     path: str
@@ -42,50 +43,48 @@ def difference_from_upstream(
     may follow.
     """
     inputs = build.inputs
-    outputs = outputs_of(build)
-    tables = {
-        f"block table {index}": table for index, table in enumerate(inputs.block_tables)
-    }
+    *arrays, tables, slot_mappings = inputs
+    outputs = _outputs_of(build)
+    # Builders clamp tables in place.
+    compared = outputs | {f"block table {i}": table for i, table in enumerate(tables)}
     num_reqs, num_tokens = inputs.num_reqs, inputs.num_tokens
     steps = decode_steps(build.jobs, num_reqs, num_tokens // num_reqs, max_len)
-    with restored(inputs.tensors()), restored(outputs.values()) as before:
-        written = [
+    with (
+        _restored([*arrays, slot_mappings]),
+        _restored(compared.values()) as before,
+    ):
+        pieces = [
             rows
-            for (path, tensor), value in zip(outputs.items(), before, strict=True)
+            for (path, tensor), value in zip(compared.items(), before, strict=True)
             for rows in _rows_of(path, tensor, value)
         ]
-        # Builders clamp tables in place.
-        clamped = [
-            rows
-            for path, table in tables.items()
-            for rows in _rows_of(path, table, table)
-        ]
-        for step in steps:
-            for portion in _portions([*written, *clamped]):
-                step.write(inputs)
-                fill(outputs.values(), step.poison)
+        written = [rows for rows in pieces if rows.path in outputs]
+        portions = list(_portions(pieces))
+        for seed, step in enumerate(steps):
+            for portion in portions:
+                step.write(inputs, seed)
+                _fill(outputs.values(), step.poison)
                 build_upstream(build.attn_groups)
                 wanted = [rows.now.clone() for rows in portion]
                 # What upstream leaves alone, the forward keeps to itself.
-                unwritten = [rows for rows in written if holds(rows.now, step.poison)]
-                step.write(inputs)
-                fill(outputs.values(), step.poison)
+                unwritten = {rows for rows in written if _holds(rows.now, step.poison)}
+                step.write(inputs, seed)
+                _fill(outputs.values(), step.poison)
                 for rows in unwritten:
                     rows.now.copy_(rows.before)
-                left_alone = {id(rows) for rows in unwritten}
                 build.launch()
                 for rows, want in zip(portion, wanted, strict=True):
                     if torch.equal(rows.now, want):
                         continue
                     # It may also be that upstream writes the poison.
-                    if id(rows) in left_alone:
+                    if rows in unwritten:
                         want.copy_(rows.before)
                     if not torch.equal(rows.now, want):
                         return rows.path
     return None
 
 
-def outputs_of(build: FusedBuild) -> dict[str, torch.Tensor]:
+def _outputs_of(build: FusedBuild) -> dict[str, torch.Tensor]:
     """The device tensors of the metadata that are no inputs, by path, each view
     once."""
     storages = {_storage(tensor) for tensor in build.inputs.tensors()}
@@ -109,19 +108,19 @@ def _as(tensor: torch.Tensor, poison: int) -> int | bool:
     return bool(poison) if tensor.dtype == torch.bool else poison
 
 
-def holds(tensor: torch.Tensor, poison: int) -> bool:
-    """Whether ``tensor`` holds nothing but what ``fill`` put there."""
+def _holds(tensor: torch.Tensor, poison: int) -> bool:
+    """Whether ``tensor`` holds nothing but what ``_fill`` put there."""
     return bool((tensor == _as(tensor, poison)).all())
 
 
-def fill(outputs: Iterable[torch.Tensor], poison: int) -> None:
+def _fill(outputs: Iterable[torch.Tensor], poison: int) -> None:
     """Overwrite ``outputs`` with ``poison``."""
     for tensor in outputs:
         tensor.fill_(_as(tensor, poison))
 
 
 @contextmanager
-def restored(arrays: Collection[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def _restored(arrays: Collection[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """What ``arrays`` hold now, on the host, and hold again in the end."""
     values = [tensor.to("cpu", copy=True) for tensor in arrays]
     try:
@@ -133,10 +132,11 @@ def restored(arrays: Collection[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 def _rows_of(path: str, now: torch.Tensor, before: torch.Tensor) -> Iterator[_Rows]:
     """``now`` and ``before`` in pieces that ``_portions`` can take."""
-    whole = now.nbytes <= _MAX_COPIED or now.dim() == 0
-    each = now.shape[0] if whole else max(1, _MAX_COPIED // now[0].nbytes)
-    pieces = zip(now.split(each), before.split(each), strict=True)
-    for rows, kept in pieces:
+    if now.nbytes <= _MAX_COPIED:
+        yield _Rows(path, now, before)
+        return
+    each = max(1, _MAX_COPIED // now[0].nbytes)
+    for rows, kept in zip(now.split(each), before.split(each), strict=True):
         yield _Rows(path, rows, kept)
 
 

@@ -49,9 +49,10 @@ class ProvenBuilds:
             )
         except Exception as error:
             logger.exception("Comparing the fused attention metadata failed.")
-            # CUDA's errors go on for lines about debugging.
-            text = f"{type(error).__name__}: {error}".partition("\n")[0]
-            why = f"could not be compared with upstream's ({text}): please report this"
+            why = (
+                f"could not be compared with upstream's ({in_brief(error)}): please "
+                "report this"
+            )
         finally:
             # Upstream takes what the capture of the graphs leaves allocated off the
             # KV cache.
@@ -95,6 +96,11 @@ class ProvenBuilds:
         """Forget the builds, with the buffers they keep alive."""
         self._proven.clear()
         self._refused.clear()
+
+
+def in_brief(error: Exception) -> str:
+    """Its type and first line: CUDA's errors go on for lines about debugging."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _alike(builds: dict[GraphKey, FusedBuild], build: FusedBuild) -> FusedBuild | None:

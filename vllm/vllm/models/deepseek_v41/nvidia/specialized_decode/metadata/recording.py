@@ -14,7 +14,7 @@ from ..runtime.metadata_graphs import AttnMetadataCudaGraphs
 from .graph_capture import record
 from .key import GraphKey
 from .padded_builds import PaddedBuilds
-from .proven_builds import ProvenBuilds
+from .proven_builds import ProvenBuilds, in_brief
 from .stats import Way
 
 logger = init_logger(__name__)
@@ -80,8 +80,7 @@ class Recorder:
                 self._record(key)
             except Exception as error:
                 logger.exception("Recording the attention-metadata build failed.")
-                # CUDA's errors go on for lines about debugging.
-                stopped = f"{type(error).__name__}: {error}".partition("\n")[0]
+                stopped = in_brief(error)
             seconds = time.perf_counter() - start
             mib = max(0, free_bytes - torch.cuda.mem_get_info()[0]) / 2**20
             if stopped is None and seconds > MAX_SECONDS:

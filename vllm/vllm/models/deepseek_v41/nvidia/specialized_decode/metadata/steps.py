@@ -14,7 +14,7 @@ from random import Random
 import torch
 
 from .jobs import DecodeInputs
-from .kernel import Job, Kind
+from .kernel import Job, Kind, longest_window
 
 # Numbers of KV-cache blocks and slots go up to this.
 _NUMBERS = 2**20
@@ -38,16 +38,15 @@ class DecodeStep:
     no_block: float = 0.0
     no_slot: float = 0.0
     idle: bool = False
-    seed: int = 0
 
-    def write(self, inputs: DecodeInputs) -> None:
-        """Put it into ``inputs``, the same whenever it is asked to.
+    def write(self, inputs: DecodeInputs, seed: int) -> None:
+        """Put it into ``inputs``, the same for the same ``seed``.
 
         Allocates nothing of the size of a block table: these are wide where contexts
         are long.
         """
         device = inputs.seq_lens.device
-        random = torch.Generator(device).manual_seed(self.seed)
+        random = torch.Generator(device).manual_seed(seed)
         padded = inputs.num_reqs
         query_len = inputs.num_tokens // padded
         num_reqs = len(self.seq_lens)
@@ -89,7 +88,7 @@ def decode_steps(
     """Steps for a shape of ``num_reqs`` requests of ``query_len`` tokens, as many as
     it takes to meet every length at which one of ``jobs`` branches; sequences are up
     to ``max_len`` tokens long. The same for every call."""
-    window = max([1, *(job.window for job in jobs)])
+    window = longest_window(jobs)
     random = Random(num_reqs)
 
     def near_end(seq_len: int) -> int:
@@ -103,22 +102,22 @@ def decode_steps(
     # The first request is the longest there can be.
     yield DecodeStep(most, (0,) * len(most), 0x7F, no_block=0.8)
     # The least work there is: for one request, and for all.
-    yield DecodeStep((shortest,), (0,), 0, no_block=0.8, seed=1)
-    yield DecodeStep((shortest,) * num_reqs, (0,) * num_reqs, 0x7F, idle=True, seed=2)
+    yield DecodeStep((shortest,), (0,), 0, no_block=0.8)
+    yield DecodeStep((shortest,) * num_reqs, (0,) * num_reqs, 0x7F, idle=True)
     # Where a token is cached says nothing of its length: often enough that it is
     # cached in some groups only.
-    for seed in (50, 51):
-        yield DecodeStep(most, (0,) * len(most), 0, 0.5, no_slot=0.5, seed=seed)
-    for turn, lens in enumerate(_few_units(jobs, num_reqs, query_len, max_len)):
-        yield DecodeStep(lens, (0,) * len(lens), 0x7F, seed=3 + turn)
-    lengths = bounds(jobs, query_len, max_len)
+    for _ in range(2):
+        yield DecodeStep(most, (0,) * len(most), 0, no_block=0.5, no_slot=0.5)
+    for lens in _few_units(jobs, num_reqs, query_len, max_len):
+        yield DecodeStep(lens, (0,) * len(lens), 0x7F)
+    lengths = _bounds(jobs, query_len, max_len)
     lengths += random.choices(lengths, k=-len(lengths) % num_reqs)
     turns = cycle(lengths)
-    for turn in range(max(2, -(-len(lengths) // num_reqs))):
+    for turn in range(max(2, len(lengths) // num_reqs)):
         lens = tuple(islice(turns, num_reqs))
         starts = tuple(near_end(n) if turn % 2 else 0 for n in lens)
         poison = 0x7F if turn % 4 < 2 else 0
-        yield DecodeStep(lens, starts, poison, no_block=0.5, seed=100 + turn)
+        yield DecodeStep(lens, starts, poison, no_block=0.5)
 
 
 def _few_units(
@@ -143,7 +142,7 @@ def _few_units(
                 yield tuple(lens)
 
 
-def bounds(jobs: Sequence[Job], query_len: int, max_len: int) -> list[int]:
+def _bounds(jobs: Sequence[Job], query_len: int, max_len: int) -> list[int]:
     """Lengths of sequences whose ``query_len`` last tokens lie at and on both sides of
     every length at which one of ``jobs`` branches, up to ``max_len``, ascending."""
     # Upstream may branch at others, as its top-k: these are powers of two.
