@@ -17,6 +17,7 @@ os.environ.update(
 # FlashMLA's Python interface is real; only its compiled kernels are missing.
 sys.modules.setdefault("vllm._flashmla_C", types.ModuleType("vllm._flashmla_C"))
 
+import connector_packages
 import pytest
 from cpu_cuda_graph import CpuCudaGraphs
 from rig import Architecture, Rig, Serving, pretend_architecture
@@ -63,3 +64,12 @@ def make_rig(monkeypatch, cuda_graphs):
         return rig
 
     return make
+
+
+@pytest.fixture
+def packages(monkeypatch):
+    """The packages that KV connectors import."""
+    # Lest an external connector takes the place of upstream's.
+    monkeypatch.setenv("LMCACHE_USE_UPSTREAM_MP", "1")
+    with connector_packages.pretended():
+        yield

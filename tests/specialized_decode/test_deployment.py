@@ -1,5 +1,6 @@
 """What each deployment gets, why, and what a bad configuration is told."""
 
+from copy import copy
 from types import SimpleNamespace
 
 import pytest
@@ -146,6 +147,27 @@ def test_every_requirement_has_its_case():
     needs = [r.need for r in deployment.DEVICE_METADATA_REQUIREMENTS]
     assert len(needs) == len(BREAKING)
     assert all(any(need.startswith(case) for case in BREAKING) for need in needs)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("parallel_config.tensor_parallel_size", 8),
+        ("parallel_config.data_parallel_size", 2),
+        ("parallel_config.pipeline_parallel_size", 2),
+        ("parallel_config.enable_expert_parallel", True),
+        ("parallel_config.enable_eplb", True),
+        ("parallel_config.enable_elastic_ep", True),
+        ("lora_config", object()),
+        ("model_config.enable_sleep_mode", True),
+        ("model_config.enable_cumem_allocator", True),
+        *(("compilation_config.mode", mode) for mode in CompilationMode),
+    ],
+)
+def test_other_features_go_with_device_metadata(config, path, value):
+    config.model_config = copy(config.model_config)
+    breaking(path, value)(config)
+    assert decode_deployment(config).device_metadata
 
 
 @pytest.mark.parametrize(

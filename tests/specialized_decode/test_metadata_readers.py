@@ -3,8 +3,6 @@ speculators, driven as the runner drives them on a step that was served in the g
 
 import dis
 import importlib
-import importlib.abc
-import importlib.machinery
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -66,48 +64,6 @@ class Untouched(dict):
     __getitem__ = __iter__ = __len__ = __contains__ = __bool__ = __or__ = _read
     get = items = keys = values = copy = _read
     __hash__ = None
-
-
-class Packages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Stands in for the packages that connectors import and this environment lacks."""
-
-    NAMES = ("lmcache", "msgpack", "mori", "umbp")
-
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in self.NAMES:
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec):
-        module = ModuleType(spec.name)
-        module.__path__ = []
-        # What it holds may be a base class, a decorator or a function.
-        module.__getattr__ = lambda name: Decorator
-        return module
-
-    def exec_module(self, module): ...
-
-
-class Decorator:
-    def __new__(cls, *args, **kwargs):
-        return args[0] if args and callable(args[0]) else MagicMock()
-
-    def __class_getitem__(cls, item):
-        return cls
-
-
-@pytest.fixture
-def packages(monkeypatch):
-    # Lest an external connector takes the place of upstream's.
-    monkeypatch.setenv("LMCACHE_USE_UPSTREAM_MP", "1")
-    before = set(sys.modules)
-    finder = Packages()
-    sys.meta_path.append(finder)
-    yield
-    sys.meta_path.remove(finder)
-    for name in set(sys.modules) - before:
-        if name.startswith((*Packages.NAMES, CONNECTORS)):
-            del sys.modules[name]
 
 
 def without_init(cls: type) -> object:
