@@ -162,8 +162,10 @@ def vllm_config(
     architecture: Architecture = Architecture.SM90,
     cudagraph_mode: CUDAGraphMode = CUDAGraphMode.FULL_AND_PIECEWISE,
     additional_config: dict | None = None,
+    adaptive: bool = False,
 ) -> VllmConfig:
-    """A real configuration whose decode steps have ``query_len`` tokens."""
+    """A real configuration whose decode steps have ``query_len`` tokens, or up to so
+    many with adaptive verification."""
     speculative = None
     if query_len > 1:
         speculative = SpeculativeConfig(
@@ -195,8 +197,11 @@ def vllm_config(
         speculative_config=speculative,
         additional_config=additional_config or {},
     )
-    # The CPU platform turns CUDA graphs off when the configuration is made.
+    # The CPU platform turns CUDA graphs off when the configuration is made, and
+    # adaptive verification needs them.
     config.compilation_config.cudagraph_mode = cudagraph_mode
+    if adaptive:
+        config.speculative_config.enable_adaptive_verification = True
     config.compilation_config.cudagraph_capture_sizes = [
         reqs * query_len for reqs in (1, 2, 4, 8)
     ]
@@ -278,6 +283,16 @@ def pretend_architecture(architecture: Architecture, monkeypatch) -> None:
     monkeypatch.setattr(buffer_utils, "is_uva_available", lambda: False)
 
 
+def varlen_graph(num_tokens: int, max_query_len: int) -> BatchExecutionDescriptor:
+    """A graph of adaptive verification, as the runner describes it."""
+    return BatchExecutionDescriptor(
+        cg_mode=CUDAGraphMode.FULL,
+        num_tokens=num_tokens,
+        num_reqs=min(num_tokens, MAX_NUM_REQS),
+        max_query_len=max_query_len,
+    )
+
+
 class FakeBlockTables:
     """What a model state asks of ``BlockTables`` while it records."""
 
@@ -314,6 +329,7 @@ class Rig:
         query_len: int,
         way: Serving = Serving.UPSTREAM,
         bounded_replay: bool = True,
+        adaptive: bool = False,
     ) -> None:
         self.architecture = architecture
         self.query_len = query_len
@@ -322,6 +338,7 @@ class Rig:
             query_len,
             architecture,
             additional_config={"metadata_graphs": way.metadata_graphs},
+            adaptive=adaptive,
         )
         self.buffers = InputBuffers(MAX_NUM_REQS, MAX_NUM_TOKENS, DEVICE)
         with set_current_vllm_config(self.config):
@@ -340,6 +357,8 @@ class Rig:
             )
             for reqs in (8, 4, 2, 1)
         ]
+        if adaptive:
+            self.full_graphs = [varlen_graph(n, query_len) for n in (20, 4, 1)]
         # The part of a forward graph that this rig captures, by its requests.
         self.forward_graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
@@ -481,11 +500,17 @@ class Rig:
             for_capture=True,
         )
 
+    def padded_tokens(self, num_reqs: int) -> int:
+        """The tokens of the FULL graph of so many requests."""
+        tokens = {graph.num_reqs: graph.num_tokens for graph in self.full_graphs}
+        return tokens.get(num_reqs, num_reqs * self.query_len)
+
     def dummy(self, num_reqs: int) -> InputBatch:
-        self.block_tables.get_dummy_slot_mappings(num_reqs * self.query_len)
+        num_tokens = self.padded_tokens(num_reqs)
+        self.block_tables.get_dummy_slot_mappings(num_tokens)
         return InputBatch.make_dummy(
             num_reqs,
-            num_reqs * self.query_len,
+            num_tokens,
             self.buffers,
             max_query_len=self.query_len,
         )

@@ -114,9 +114,6 @@ BREAKING = {
     "no speculative decoding but by dspark, dflash, ngram": breaking(
         "speculative_config.method", "eagle"
     ),
-    "no adaptive verification": breaking(
-        "speculative_config.enable_adaptive_verification", True
-    ),
     "an NVIDIA GPU": lambda config: None,
 }
 

@@ -4,13 +4,11 @@ not know, or gets wrong, those go on to build."""
 import logging
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from decode_steps import Step, assert_same_for_forward, clones
-from rig import MAX_MODEL_LEN, Architecture, Serving
+from decode_steps import Step
+from rig import MAX_MODEL_LEN, MAX_NUM_REQS, Architecture, Serving, varlen_graph
 from vllm.config import set_current_vllm_config
 from vllm.models.deepseek_v41.compressor import CompressorMetadataBuilder
 from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata import (
@@ -56,13 +54,18 @@ def offered(rig, num_reqs=2):
     """The fused build that a forward graph of so many requests would begin with,
     and upstream's."""
     builds = rig.state._builds(*rig.where)
-    key = GraphKey.padded(num_reqs, num_reqs * rig.query_len)
+    rig.state._max_query_lens |= {
+        GraphKey.padded(graph.num_reqs, graph.num_tokens): graph.max_query_len
+        for graph in rig.full_graphs
+        if graph.max_query_len is not None
+    }
+    key = GraphKey.padded(num_reqs, rig.padded_tokens(num_reqs))
     build = builds.fused(key, rig.for_capture(num_reqs))
     build_upstream = builds.by_upstream(key)
 
-    def in_config(attn_groups):
+    def in_config(*args):
         with set_current_vllm_config(rig.config):
-            return build_upstream(attn_groups)
+            return build_upstream(*args)
 
     return build, in_config
 
@@ -422,69 +425,46 @@ def test_other_inputs_need_another_build(make_small_rig):
         assert proven.known(other) is None, name
 
 
-def uneven(rig, seq_lens, query_lens):
-    """A step of four requests or fewer in the graph of four, as adaptive verification
-    makes it, and what to compare it as."""
-    step = Step(seq_lens, 4, rig.query_len, seed=5)
-    batch = rig.fill(step)
-    tokens = sum(query_lens)
-    starts = np.full(5, tokens, dtype=np.int32)
-    starts[: len(query_lens)] = np.cumsum([0, *query_lens[:-1]])
-    rig.buffers.query_start_loc.fill_(tokens)
-    rig.buffers.query_start_loc[:5] = torch.from_numpy(starts)
-    rig.buffers.positions[:tokens] = torch.cat(
-        [
-            torch.arange(seq_len - query_len, seq_len)
-            for seq_len, query_len in zip(seq_lens, query_lens, strict=True)
-        ]
-    )
-    rig.block_tables.slot_mappings[:, tokens:] = -1
-    batch = replace(
-        batch,
-        num_tokens=tokens,
-        num_scheduled_tokens=np.array(query_lens, dtype=np.int32),
-        query_start_loc_np=starts,
-    )
-    return batch, SimpleNamespace(
-        num_tokens=tokens, padded_reqs=4, padded_tokens=step.padded_tokens
+def uneven(num_tokens, query_len, *query_lens):
+    """A step of adaptive verification in the graph of so many tokens."""
+    seq_lens = (300, 1024, 129, 64, 8192, 7, 2048, 512)[: len(query_lens)]
+    return Step(
+        tuple(map(max, seq_lens, query_lens)),
+        min(num_tokens, MAX_NUM_REQS),
+        query_len,
+        seed=5,
+        uneven=query_lens,
+        graph_tokens=num_tokens,
     )
 
 
-FLATTENED = (Architecture.SM90, Architecture.SM100, Architecture.SM100_FLASHMLA)
+SIX = [
+    uneven(20, 6, 6, 1, 2),
+    uneven(20, 6, 2, 1, 6, 1, 4, 1, 2, 3),
+    uneven(4, 6, 3),
+    uneven(1, 6, 1),
+]
+FULL = [uneven(16, 2, *(2,) * 8), uneven(16, 2, 2, 1, 2)]
+FOUR = [uneven(12, 4, 4, 3, 4, 1)]
 
 
-@pytest.mark.parametrize("architecture", FLATTENED)
-def test_uneven_query_lengths(make_rig, architecture):
+@pytest.mark.parametrize(
+    ("architecture", "way", "steps"),
+    [
+        *((architecture, Serving.IN_GRAPH, SIX) for architecture in Architecture),
+        (Architecture.SM90, Serving.IN_GRAPH, FOUR),
+        (Architecture.SM90, Serving.IN_GRAPH, FULL),
+        (Architecture.SM90, Serving.REPLAY, FOUR),
+        (Architecture.SM90, Serving.LAUNCH, FOUR),
+    ],
+)
+def test_adaptive_verification(make_rig, architecture, way, steps):
     """Only the device tells the launch which request a token is of."""
-    rig = make_rig(architecture, 3, Serving.IN_GRAPH)
-    build, _ = offered(rig, 4)
-    view = rig.forward_view(4)
-    for query_lens in ((1, 3), (3, 1, 2), (2, 1, 3, 3), (1, 1, 1, 1)):
-        seq_lens = (300, 1024, 129, 64)[: len(query_lens)]
-        batch, _ = uneven(rig, seq_lens, query_lens)
-        rig.build(batch, prepare_attn=rig.stock_state.prepare_attn)
-        want = clones(view)
-        _, step = uneven(rig, seq_lens, query_lens)
-        rig.poison(view)
-        build.launch()
-        assert_same_for_forward(want, clones(view), step)
-
-
-def test_host_lengths_are_bounds_on_sm100(make_rig):
-    """Upstream's kernels there take uneven lengths whatever the host believes."""
-    rig = make_rig(Architecture.SM100, 3, Serving.IN_GRAPH)
-    build, _ = offered(rig, 4)
-    view = rig.forward_view(4)
-    batch, _ = uneven(rig, (300, 1024), (1, 3))
-    even = replace(
-        batch,
-        num_scheduled_tokens=np.array([2, 2], dtype=np.int32),
-        query_start_loc_np=np.array([0, 2, 4, 4, 4], dtype=np.int32),
-        max_query_len=3,
-    )
-    rig.build(even, prepare_attn=rig.stock_state.prepare_attn)
-    want = clones(view)
-    _, step = uneven(rig, (300, 1024), (1, 3))
-    rig.poison(view)
-    build.launch()
-    assert_same_for_forward(want, clones(view), step)
+    [query_len] = {step.query_len for step in steps}
+    rig = make_rig(architecture, query_len, way, adaptive=True)
+    sizes = {step.padded_tokens for step in steps}
+    rig.full_graphs = [varlen_graph(tokens, query_len) for tokens in sizes]
+    rig.record()
+    for step in steps:
+        rig.check_step(step)
+    assert rig.state.graphs.stats.served == {Way(way.value): len(steps)}

@@ -2,11 +2,11 @@
 the one that is right."""
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
-from rig import MAX_MODEL_LEN, Architecture, Rig, Serving
+from rig import MAX_MODEL_LEN, Architecture, Rig, Serving, varlen_graph
 from test_fused_builds import offered
 from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata import proof
 from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.fused_build import (
@@ -37,6 +37,24 @@ def make_build(make_rig):
         architecture: Architecture = Architecture.SM90,
     ):
         rig: Rig = make_rig(architecture, query_len, Serving.IN_GRAPH, proof_steps=None)
+        return offered(rig, num_reqs)
+
+    return make
+
+
+@pytest.fixture
+def make_adaptive_build(make_rig):
+    """The same of a graph of adaptive verification."""
+
+    def make(
+        num_reqs: int,
+        num_tokens: int,
+        architecture: Architecture = Architecture.SM90,
+    ):
+        rig: Rig = make_rig(
+            architecture, 3, Serving.IN_GRAPH, proof_steps=None, adaptive=True
+        )
+        rig.full_graphs = [replace(varlen_graph(num_tokens, 3), num_reqs=num_reqs)]
         return offered(rig, num_reqs)
 
     return make
@@ -187,6 +205,76 @@ def test_a_build_that_is_wrong_somewhere_is_refused(
     )
 
 
+def even_queries(build: FusedBuild) -> None:
+    """The tokens are split as the host believes."""
+    starts = build.inputs.query_start_loc
+    before = starts.clone()
+    tokens, requests = real_tokens(build), int((build.inputs.seq_lens > 0).sum())
+    each, more = divmod(tokens, requests)
+    lens = torch.full((requests,), each)
+    lens[requests - more :] += 1
+    starts[1 : requests + 1] = lens.cumsum(0)
+    FusedBuild.launch(build)
+    starts.copy_(before)
+
+
+def ring_of_padding(build: FusedBuild) -> None:
+    build.attn_metadata["ring"].slot_mapping[real_tokens(build) :] = 0
+
+
+def blocks_of_padding(build: FusedBuild) -> None:
+    build.attn_metadata["half.indexer"].decode.block_table[real_tokens(build) :] += 1
+
+
+ADAPTIVE_FAULTS = [
+    even_queries,
+    padding,
+    ring_of_padding,
+    blocks_of_padding,
+    no_states_become_one,
+    schedule_of_few_units,
+    start_inside_the_window,
+    at_the_window,
+    at_topk,
+    idle,
+]
+
+
+@pytest.mark.parametrize(
+    ("fault", "num_reqs", "num_tokens"),
+    [
+        *((fault, 2, 5) for fault in ADAPTIVE_FAULTS),
+        *((fault, 4, 4) for fault in ADAPTIVE_FAULTS[:4]),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_an_adaptive_build_that_is_wrong_somewhere_is_refused(
+    make_adaptive_build, fault, num_reqs, num_tokens
+):
+    build, build_upstream = make_adaptive_build(num_reqs, num_tokens)
+    assert difference_from_upstream(
+        planted(build, fault), build_upstream, MAX_MODEL_LEN
+    )
+
+
+@pytest.mark.parametrize(
+    ("architecture", "num_reqs", "num_tokens"),
+    [
+        (Architecture.SM90, 1, 1),
+        (Architecture.SM90, 4, 4),
+        (Architecture.SM90, 2, 5),
+        (Architecture.SM100, 2, 5),
+        (Architecture.SM100_FLASHMLA, 4, 4),
+        (Architecture.SM120, 2, 5),
+    ],
+)
+def test_the_adaptive_build_that_is_right_is_taken(
+    make_adaptive_build, architecture, num_reqs, num_tokens
+):
+    build, build_upstream = make_adaptive_build(num_reqs, num_tokens, architecture)
+    assert difference_from_upstream(build, build_upstream, MAX_MODEL_LEN) is None
+
+
 SHIPPED = [
     (Architecture.SM90, 1, 1),
     (Architecture.SM90, 4, 1),
@@ -234,7 +322,7 @@ JOBS = [
 @pytest.mark.parametrize("query_len", [1, 2, 6])
 @pytest.mark.parametrize("num_reqs", [1, 2, 8, 256])
 def test_steps_meet_every_bound(num_reqs, query_len, max_len):
-    steps = list(decode_steps(JOBS, num_reqs, query_len, max_len))
+    steps = list(decode_steps(JOBS, num_reqs, num_reqs * query_len, None, max_len))
     # Of each token of a step, the length that it sees.
     seen = {
         length - back
@@ -255,3 +343,28 @@ def test_steps_meet_every_bound(num_reqs, query_len, max_len):
     assert {len(step.seq_lens) for step in steps} >= {1, max(1, num_reqs - 1), num_reqs}
     assert any(step.idle for step in steps)
     assert all(query_len <= n <= max_len for step in steps for n in step.seq_lens)
+
+
+@pytest.mark.parametrize("max_len", [100, 8192, 1 << 20])
+@pytest.mark.parametrize(("num_reqs", "num_tokens"), [(1, 1), (4, 4), (8, 20), (8, 48)])
+def test_adaptive_steps_meet_every_bound(num_reqs, num_tokens, max_len):
+    steps = list(decode_steps(JOBS, num_reqs, num_tokens, 6, max_len))
+    seen = {
+        length - back
+        for step in steps
+        for length, query_len in zip(step.seq_lens, step.query_lens, strict=True)
+        for back in range(query_len)
+    }
+    assert max(seen) == max_len and min(seen) == 1
+    for bound in (64, 128, 512, 2048):
+        assert {bound - 1, bound, bound + 1} <= seen or bound >= max_len
+    for step in steps:
+        pairs = list(zip(step.seq_lens, step.query_lens, strict=True))
+        assert len(pairs) <= num_reqs and sum(step.query_lens) <= num_tokens
+        assert all(1 <= q <= min(6, n) and n <= max_len for n, q in pairs)
+    tokens = {sum(step.query_lens) for step in steps}
+    requests = {len(step.seq_lens) for step in steps}
+    assert tokens >= {1, num_tokens} and requests >= {1, num_reqs}
+    if num_tokens > 1:
+        assert any(len(set(step.query_lens)) > 1 for step in steps)
+        assert any(len(step.seq_lens) < num_reqs for step in steps if not step.idle)

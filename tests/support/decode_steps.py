@@ -25,12 +25,18 @@ View = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Step:
-    """One uniform decode step: the context length of each request after it."""
+    """One decode step: the context length of each request after it.
+
+    A uniform one has queries of ``query_len`` tokens. One of adaptive verification has
+    queries of up to that many, ``query_lens``, in a graph of ``padded_tokens`` tokens.
+    """
 
     seq_lens: tuple[int, ...]
     padded_reqs: int
     query_len: int
     seed: int = 0
+    uneven: tuple[int, ...] | None = None
+    graph_tokens: int | None = None
 
     @classmethod
     def random(
@@ -56,12 +62,16 @@ class Step:
         return len(self.seq_lens)
 
     @property
+    def query_lens(self) -> tuple[int, ...]:
+        return self.uneven or (self.query_len,) * self.num_reqs
+
+    @property
     def num_tokens(self) -> int:
-        return self.num_reqs * self.query_len
+        return sum(self.query_lens)
 
     @property
     def padded_tokens(self) -> int:
-        return self.padded_reqs * self.query_len
+        return self.graph_tokens or self.padded_reqs * self.query_len
 
 
 def write_step(
@@ -83,9 +93,22 @@ def write_step(
     """
     rng = np.random.default_rng(step.seed)
     device = buffers.device
-    n, tokens, query_len = step.num_reqs, step.num_tokens, step.query_len
+    n, tokens = step.num_reqs, step.num_tokens
     batch = InputBatch.make_dummy(n, tokens, buffers)
     seq_lens = torch.tensor(step.seq_lens, dtype=torch.int32)
+    # Adaptive verification splits the drafts on the device alone: the host believes
+    # in an even split, and that each request may have all of its drafts.
+    query_start_loc_np = np.full(step.padded_reqs + 1, tokens, dtype=np.int32)
+    query_start_loc_np[: n + 1] = batch.query_start_loc_np
+    if step.uneven is not None:
+        batch = replace(
+            batch,
+            num_scheduled_tokens=np.full(n, step.query_len, dtype=np.int32),
+            max_query_len=step.query_len,
+        )
+    query_lens = torch.tensor(step.query_lens)
+    ends = query_lens.cumsum(0)
+    buffers.query_start_loc[:n] = (ends - query_lens).to(device)
 
     def random_ints(low, high, shape, dtype):
         return torch.from_numpy(rng.integers(low, high, shape)).to(device, dtype)
@@ -96,8 +119,7 @@ def write_step(
     buffers.positions[:] = random_ints(
         0, max_model_len, buffers.positions.shape, torch.int64
     )
-    offsets = torch.arange(query_len) - query_len
-    positions = (seq_lens.long()[:, None] + offsets).flatten()
+    positions = (seq_lens - ends).repeat_interleave(query_lens) + torch.arange(tokens)
     buffers.positions[:tokens] = positions.to(device)
     slot_mappings.fill_(-1)
     for row in slot_mappings:
@@ -119,10 +141,7 @@ def write_step(
         num_reqs_after_padding=step.padded_reqs,
         num_tokens_after_padding=step.padded_tokens,
         query_start_loc=buffers.query_start_loc[: step.padded_reqs + 1],
-        query_start_loc_np=np.minimum(
-            np.arange(step.padded_reqs + 1, dtype=np.int32) * query_len,
-            np.int32(tokens),
-        ),
+        query_start_loc_np=query_start_loc_np,
         seq_lens=buffers.seq_lens[: step.padded_reqs],
         seq_lens_cpu_upper_bound=seq_lens_cpu,
         input_ids=buffers.input_ids[: step.padded_tokens],

@@ -145,14 +145,6 @@ DEVICE_METADATA_REQUIREMENTS = (
         "read a step's metadata object",
         _reading_speculator,
     ),
-    Requirement(
-        "no adaptive verification",
-        "the device decides the query lengths that the build would bake in",
-        lambda config: (
-            config.speculative_config is None
-            or not config.speculative_config.enable_adaptive_verification
-        ),
-    ),
 )
 
 

@@ -9,10 +9,10 @@ forward graph reads, so they are what it writes. A schedule of the indexer's pag
 logits that it does not know is left to DeepGEMM.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from vllm.logger import init_logger
@@ -31,6 +31,18 @@ AttnGroups = list[list[AttentionGroup]]
 BuildFn = Callable[[AttnGroups], dict[str, Any]]
 
 
+class UpstreamBuild(Protocol):
+    """A ``BuildFn`` that calls upstream's builders for one padded shape."""
+
+    def __call__(
+        self, attn_groups: AttnGroups, query_lens: Sequence[int] | None = None
+    ) -> dict[str, Any]:
+        """``query_lens`` [requests] are those of a step of a variable-length graph,
+        whose sum some builders read on the host; None: those of the batch that fills
+        the graph."""
+        ...
+
+
 @dataclass
 class FusedBuild:
     """The build of the decode steps of ``key``, in as few launches as can be.
@@ -39,6 +51,8 @@ class FusedBuild:
     """
 
     key: GraphKey
+    max_query_len: int | None
+    """The longest query of a variable-length graph; None: each is as long."""
     inputs: DecodeInputs
     attn_metadata: dict[str, Any]
     attn_groups: AttnGroups
@@ -61,6 +75,7 @@ class FusedBuild:
     def of(
         cls,
         key: GraphKey,
+        max_query_len: int | None,
         inputs: DecodeInputs,
         attn_metadata: dict[str, Any],
         attn_groups: AttnGroups,
@@ -78,6 +93,7 @@ class FusedBuild:
             return None
         return cls(
             key,
+            max_query_len,
             inputs,
             attn_metadata,
             attn_groups,
@@ -122,6 +138,7 @@ class FusedBuild:
         """Whether this build refreshes the metadata of ``other`` as well."""
         return (
             self._jobs == other._jobs
+            and self.max_query_len == other.max_query_len
             and _views(self.inputs) == _views(other.inputs)
             and [schedule.out.data_ptr() for schedule in self._schedules]
             == [schedule.out.data_ptr() for schedule in other._schedules]

@@ -8,7 +8,7 @@ metadata from device data on every replay: the host has nothing left to do.
 import time
 from typing import Any
 
-from .fused_build import BuildFn, FusedBuild
+from .fused_build import FusedBuild, UpstreamBuild
 from .holders import without_holders
 from .key import GraphKey
 from .proven_builds import ProvenBuilds
@@ -34,7 +34,9 @@ class InGraphBuilds:
         # Keys of which some graph was captured without its build.
         self._left_out: set[GraphKey] = set()
 
-    def warm_up(self, build: FusedBuild, build_upstream: BuildFn, max_len: int) -> None:
+    def warm_up(
+        self, build: FusedBuild, build_upstream: UpstreamBuild, max_len: int
+    ) -> None:
         """Prove ``build`` and run it before the forward that reads its metadata."""
         if self.seconds > self._max_seconds:
             return

@@ -190,9 +190,8 @@ _JOBS: dict[type, Callable[[Any, Any, _Source], list[Job]]] = {
     # SM100 and SM120 FlashInfer.
     DeepseekSparseSWAFlashInferMetadataBuilder: _window_jobs,
     DeepseekV4FlashInferSparseMLAMetadataBuilder: _compressed_kv_jobs,
-    # Every architecture. Of the indexer's branches a batch that fills its graph takes
-    # the uniform one: the variable-length one, which bakes in a token count, is for
-    # partial batches.
+    # Every architecture. Whether the indexer takes its branch for queries of one length
+    # or of several, it writes the same tensors.
     CompressorMetadataBuilder: _ring_jobs,
     DeepseekV32IndexerMetadataBuilder: _indexer_jobs,
     DeepseekV41SparseIndexerMetadataBuilder: _indexer_jobs,

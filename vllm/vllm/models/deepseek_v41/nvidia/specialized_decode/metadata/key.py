@@ -5,6 +5,7 @@ Both follow from host state that all ranks of a TP group share, and anything unk
 means an eager build.
 """
 
+from collections.abc import Container
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -37,10 +38,8 @@ class Eager(StrEnum):
 
     NOT_FULL = "not_full"
     """The step runs no FULL CUDA graph: its forward reads the object it is given."""
-    ADAPTIVE = "adaptive"
-    """The device splits the drafts: host query lengths are only bounds."""
     UNEVEN = "uneven"
-    """Query lengths differ between requests, or from the graph's."""
+    """Query lengths differ between requests, or from the graph's, or may."""
     FAST_PREFILL = "fast_prefill"
     """The step's logits indices are part of its metadata."""
     UNKNOWN_BUILDER = "unknown_builder"
@@ -53,27 +52,30 @@ class Eager(StrEnum):
     """The key has no recording."""
 
 
-def key_of(input_batch: InputBatch, cudagraph_mode: CUDAGraphMode) -> GraphKey | Eager:
-    """The key of a step that runs a FULL graph of its query length, or why it has
-    none.
+def key_of(
+    input_batch: InputBatch, cudagraph_mode: CUDAGraphMode, varlen: Container[GraphKey]
+) -> GraphKey | Eager:
+    """The key of a step that runs a FULL graph of its query length, or one of
+    variable length, whose keys are ``varlen``; or why it has none.
 
     One-token extensions of a prefill and the dummy steps of idle ranks have one too:
     nothing that tells them from decodes is baked into a build.
     """
     if cudagraph_mode != CUDAGraphMode.FULL:
         return Eager.NOT_FULL
-    if input_batch.max_query_len is not None:
-        return Eager.ADAPTIVE
     if input_batch.fast_prefill is not None:
         return Eager.FAST_PREFILL
     num_reqs = input_batch.num_reqs
     key = GraphKey.padded(
         input_batch.num_reqs_after_padding, input_batch.num_tokens_after_padding
     )
+    if key in varlen:
+        # Only the device knows how adaptive verification splits the drafts.
+        return key
     query_len = int(input_batch.num_scheduled_tokens[:num_reqs].max())
-    # A variable-length graph has another ratio of tokens to requests.
     if (
-        input_batch.num_tokens != num_reqs * query_len
+        input_batch.max_query_len is not None
+        or input_batch.num_tokens != num_reqs * query_len
         or key.num_tokens != key.num_reqs * query_len
     ):
         return Eager.UNEVEN

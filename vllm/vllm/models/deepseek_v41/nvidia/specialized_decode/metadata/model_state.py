@@ -50,13 +50,16 @@ class DeepseekV41DeviceMetadataModelState(DeepseekV41ModelState):
     ):
         super().__init__(vllm_config, model, encoder_cache, device)
         self.metadata_graphs = requested_metadata_graphs(vllm_config.additional_config)
+        # Of the variable-length FULL graphs that were captured.
+        self._max_query_lens: dict[GraphKey, int] = {}
         self.graphs = AttnMetadataCudaGraphs(
             vllm_config,
             vllm_config.num_speculative_tokens + self.num_new_sampled_tokens_per_step,
+            self._max_query_lens,
         )
         self.proven_builds = ProvenBuilds()
         self.in_graph = InGraphBuilds(self.proven_builds, MAX_SECONDS)
-        # Of the uniform FULL graphs that were captured.
+        # Of the FULL decode graphs that were captured.
         self._full_graphs: set[GraphKey] = set()
         # Whose buffers the recorded builds read and write.
         self._recorded_owners: tuple[int, ...] | None = None
@@ -82,6 +85,7 @@ class DeepseekV41DeviceMetadataModelState(DeepseekV41ModelState):
         self.in_graph.release()
         self.proven_builds.release()
         self._full_graphs.clear()
+        self._max_query_lens.clear()
         self._recorded_owners = None
         self._plan_sharing = None
 
@@ -104,7 +108,10 @@ class DeepseekV41DeviceMetadataModelState(DeepseekV41ModelState):
             return
         key = GraphKey.padded(graph.num_reqs, graph.num_tokens)
         build = None
-        if graph.uniform_token_count is not None:
+        if graph.max_query_len is not None:
+            self._max_query_lens[key] = graph.max_query_len
+        # A mixed graph, which takes prefills, has neither.
+        if graph.uniform_token_count is not None or key in self._max_query_lens:
             self._full_graphs.add(key)
             builds = self._builds(
                 input_buffers, block_tables, attn_groups, kv_cache_config
@@ -170,6 +177,7 @@ class DeepseekV41DeviceMetadataModelState(DeepseekV41ModelState):
             kv_cache_config,
             self._replay_start,
             self.max_model_len,
+            self._max_query_lens,
         )
 
     def prepare_attn(

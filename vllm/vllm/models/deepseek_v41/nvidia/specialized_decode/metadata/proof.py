@@ -8,19 +8,24 @@ builders write must come out the same. This runs at start-up and may wait for th
 device.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from .fused_build import BuildFn, FusedBuild
+from .fused_build import FusedBuild, UpstreamBuild
+from .kernel import Kind
 from .steps import decode_steps
 from .tensors import View, tensors
 
 # Of device memory for copies at one time: block tables of many long contexts take
 # hundreds, and the KV cache has been given all but little of the memory.
 _MAX_COPIED = 64 * 2**20
+
+
+# Whether rows hold what padding may.
+_Padding = Callable[[torch.Tensor], bool]
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,14 +35,26 @@ class _Rows:
     path: str
     now: torch.Tensor
     before: torch.Tensor
+    first: int = 0
+    """Where in the buffer they begin."""
+
+    def same(self, want: torch.Tensor, real: int, padding: _Padding | None) -> bool:
+        """Whether they hold ``want`` now; from row ``real`` of the buffer on, what is
+        ``padding`` will do."""
+        if torch.equal(self.now, want):
+            return True
+        if padding is None:
+            return False
+        real = max(0, real - self.first)
+        return torch.equal(self.now[:real], want[:real]) and padding(self.now[real:])
 
 
 def difference_from_upstream(
-    build: FusedBuild, build_upstream: BuildFn, max_len: int
+    build: FusedBuild, build_upstream: UpstreamBuild, max_len: int
 ) -> str | None:
     """The path of the first tensor that ``build`` leaves other than
-    ``build_upstream``, which calls the builders of attention groups for the same
-    padded shape, or None. Sequences are up to ``max_len`` tokens long.
+    ``build_upstream``, which builds for the same padded shape, or None. Sequences are
+    up to ``max_len`` tokens long.
 
     Leaves the inputs and the metadata as they were, whatever happens: a forward
     may follow.
@@ -48,7 +65,9 @@ def difference_from_upstream(
     # Builders clamp tables in place.
     compared = outputs | {f"block table {i}": table for i, table in enumerate(tables)}
     num_reqs, num_tokens = inputs.num_reqs, inputs.num_tokens
-    steps = decode_steps(build.jobs, num_reqs, num_tokens // num_reqs, max_len)
+    varlen = build.max_query_len is not None
+    padding = _paddings(build) if varlen else {}
+    steps = decode_steps(build.jobs, num_reqs, num_tokens, build.max_query_len, max_len)
     with (
         _restored([*arrays, slot_mappings]),
         _restored(compared.values()) as before,
@@ -61,10 +80,12 @@ def difference_from_upstream(
         written = [rows for rows in pieces if rows.path in outputs]
         portions = list(_portions(pieces))
         for seed, step in enumerate(steps):
+            query_lens = step.query_lens if varlen else None
+            real = sum(step.query_lens)
             for portion in portions:
                 step.write(inputs, seed)
                 _fill(outputs.values(), step.poison)
-                build_upstream(build.attn_groups)
+                build_upstream(build.attn_groups, query_lens)
                 wanted = [rows.now.clone() for rows in portion]
                 # What upstream leaves alone, the forward keeps to itself.
                 unwritten = {rows for rows in written if _holds(rows.now, step.poison)}
@@ -74,12 +95,13 @@ def difference_from_upstream(
                     rows.now.copy_(rows.before)
                 build.launch()
                 for rows, want in zip(portion, wanted, strict=True):
-                    if torch.equal(rows.now, want):
+                    may_be = padding.get(rows.path)
+                    if rows.same(want, real, may_be):
                         continue
                     # It may also be that upstream writes the poison.
                     if rows in unwritten:
                         want.copy_(rows.before)
-                    if not torch.equal(rows.now, want):
+                    if not rows.same(want, real, may_be):
                         return rows.path
     return None
 
@@ -98,6 +120,27 @@ def _outputs_of(build: FusedBuild) -> dict[str, torch.Tensor]:
         and _storage(tensor) not in storages
     }
     return dict(views.values())
+
+
+def _paddings(build: FusedBuild) -> dict[str, _Padding]:
+    """What rows of padding may hold that upstream leaves arbitrary after a step of
+    fewer tokens than a variable-length graph has, and no kernel reads, by path."""
+    may_be: dict[Kind, _Padding] = {
+        # An index, and masked wherever it is used as one.
+        Kind.REQUEST: lambda rows: bool(
+            ((rows >= 0) & (rows < build.inputs.num_reqs)).all()
+        ),
+        # Upstream's is in the ring of the first request, where padding writes nothing.
+        Kind.RING_SLOT: lambda rows: bool((rows == -1).all()),
+        # Without a context no column is read; the first is that of the null block.
+        Kind.TOKEN_TABLE: lambda rows: bool((rows[:, 0] == 0).all()),
+    }
+    kinds = {job.outs[0]: job.kind for job in build.jobs if job.kind in may_be}
+    return {
+        path: may_be[kinds[tensor.data_ptr()]]
+        for path, tensor in _outputs_of(build).items()
+        if tensor.data_ptr() in kinds
+    }
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -136,8 +179,9 @@ def _rows_of(path: str, now: torch.Tensor, before: torch.Tensor) -> Iterator[_Ro
         yield _Rows(path, now, before)
         return
     each = max(1, _MAX_COPIED // now[0].nbytes)
-    for rows, kept in zip(now.split(each), before.split(each), strict=True):
-        yield _Rows(path, rows, kept)
+    pieces = zip(now.split(each), before.split(each), strict=True)
+    for index, (rows, kept) in enumerate(pieces):
+        yield _Rows(path, rows, kept, index * each)
 
 
 def _portions(pieces: Iterable[_Rows]) -> Iterator[list[_Rows]]:

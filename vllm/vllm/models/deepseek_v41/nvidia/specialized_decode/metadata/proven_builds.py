@@ -4,7 +4,7 @@
 import torch
 from vllm.logger import init_logger
 
-from .fused_build import BuildFn, FusedBuild
+from .fused_build import FusedBuild, UpstreamBuild
 from .key import GraphKey
 from .proof import difference_from_upstream
 
@@ -26,7 +26,7 @@ class ProvenBuilds:
         return _alike(self._proven, build)
 
     def prove(
-        self, build: FusedBuild, build_upstream: BuildFn, max_len: int
+        self, build: FusedBuild, build_upstream: UpstreamBuild, max_len: int
     ) -> FusedBuild | None:
         """``known``, after comparing ``build`` to ``build_upstream`` if need be, on
         sequences of up to ``max_len`` tokens.
@@ -71,7 +71,7 @@ class ProvenBuilds:
         return build
 
     def _compared(
-        self, build: FusedBuild, build_upstream: BuildFn, max_len: int
+        self, build: FusedBuild, build_upstream: UpstreamBuild, max_len: int
     ) -> tuple[FusedBuild, str | None]:
         """``build``, or itself with DeepGEMM's own schedules where it takes that to
         be equal, and the path where it is not."""

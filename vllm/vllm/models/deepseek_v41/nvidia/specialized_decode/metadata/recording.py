@@ -102,6 +102,7 @@ class Recorder:
         elif fused is not None:
             _, graph = record(fused.launch, self.graphs.vllm_config)
             self.graphs.keep(key, Way.REPLAY, attn_metadata, graph.replay, fused)
-        else:
+        elif key not in builds.max_query_lens:
+            # What builders launch for uneven queries may follow from host lengths.
             tables = builds.inputs(key).block_tables
             self.graphs.capture(key, builds.attn_groups, tables, build_upstream)

@@ -8,8 +8,9 @@ from a long context meet none of these, so here they are drawn at and around the
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import count, cycle, islice
 from random import Random
+from typing import Any
 
 import torch
 
@@ -22,16 +23,18 @@ _NUMBERS = 2**20
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """A uniform decode step, and what a comparison makes of it.
+    """A decode step, and what a comparison makes of it.
 
-    ``seq_lens`` [requests] are those of the real requests, ``replay_starts``
-    [requests] where each has window state from; all that the shape holds besides is
-    padding. ``no_block`` is how often a block past the first is negative, ``no_slot``
-    how often a token is not to be cached, each KV-cache group on its own; ``idle`` is
-    the dummy batch of an idle rank, which caches nothing and has null blocks.
+    ``query_lens`` and ``seq_lens`` [requests] are those of the real requests,
+    ``replay_starts`` [requests] where each has window state from; all that the shape
+    holds besides is padding. ``no_block`` is how often a block past the first is
+    negative, ``no_slot`` how often a token is not to be cached, each KV-cache group on
+    its own; ``idle`` is the dummy batch of an idle rank, which caches nothing and has
+    null blocks.
     ``poison`` overwrites what a build has to write; a bool can hold only 0 and 1.
     """
 
+    query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
     replay_starts: tuple[int, ...]
     poison: int
@@ -47,19 +50,18 @@ class DecodeStep:
         """
         device = inputs.seq_lens.device
         random = torch.Generator(device).manual_seed(seed)
-        padded = inputs.num_reqs
-        query_len = inputs.num_tokens // padded
         num_reqs = len(self.seq_lens)
-        num_tokens = num_reqs * query_len
-        starts = torch.arange(padded + 1, device=device) * query_len
-        inputs.query_start_loc.copy_(starts.clamp_(max=num_tokens))
+        query_lens = torch.tensor(self.query_lens)
+        ends = query_lens.cumsum(0)
+        num_tokens = sum(self.query_lens)
+        inputs.query_start_loc.fill_(num_tokens)
+        inputs.query_start_loc[:num_reqs] = ends - query_lens
         _put(inputs.seq_lens, self.seq_lens)
         _put(inputs.replay_start, self.replay_starts)
         # Past its tokens a step leaves what an earlier one wrote.
         inputs.positions.random_(0, _NUMBERS, generator=random)
-        offsets = torch.arange(query_len, device=device) - query_len
-        positions = inputs.seq_lens[:num_reqs, None] + offsets
-        inputs.positions[:num_tokens] = positions.flatten()
+        past_starts = (torch.tensor(self.seq_lens) - ends).repeat_interleave(query_lens)
+        inputs.positions[:num_tokens] = past_starts + torch.arange(num_tokens)
         slots = inputs.slot_mappings
         _draw(slots, self.no_slot, random)
         slots[:, 0 if self.idle else num_tokens :] = -1
@@ -83,41 +85,85 @@ def _draw(out: torch.Tensor, negative: float, random: torch.Generator) -> None:
 
 
 def decode_steps(
-    jobs: Sequence[Job], num_reqs: int, query_len: int, max_len: int
+    jobs: Sequence[Job],
+    num_reqs: int,
+    num_tokens: int,
+    max_query_len: int | None,
+    max_len: int,
 ) -> Iterator[DecodeStep]:
-    """Steps for a shape of ``num_reqs`` requests of ``query_len`` tokens, as many as
-    it takes to meet every length at which one of ``jobs`` branches; sequences are up
-    to ``max_len`` tokens long. The same for every call."""
+    """Steps for a shape of ``num_reqs`` requests and ``num_tokens`` tokens, as many as
+    it takes to meet every length at which one of ``jobs`` branches; queries are all as
+    long or, if given, up to ``max_query_len``, and sequences up to ``max_len`` tokens
+    long. The same for every call."""
     window = longest_window(jobs)
     random = Random(num_reqs)
+    query_len = num_tokens // num_reqs if max_query_len is None else 1
+    # Requests that can have all the tokens.
+    fewest = -(-num_tokens // (max_query_len or query_len))
 
     def near_end(seq_len: int) -> int:
         """A replay's start about where the last token's window begins."""
         back = (1, window - 1, window, window + 1, random.randint(1, 2 * window))
         return max(0, seq_len - random.choice(back))
 
+    def step(
+        seq_lens: tuple[int, ...],
+        poison: int,
+        starts: tuple[int, ...] = (0,) * num_reqs,
+        **options: Any,
+    ) -> DecodeStep:
+        query_lens = (query_len,) * len(seq_lens)
+        if max_query_len is not None:
+            query_lens = _uneven(seq_lens, num_tokens, max_query_len, random)
+        starts = starts[: len(seq_lens)]
+        return DecodeStep(query_lens, seq_lens, starts, poison, **options)
+
     shortest = min(query_len, max_len)
     longest = [max_len, *(random.randint(shortest, max_len) for _ in range(num_reqs))]
     most = tuple(longest[: max(1, num_reqs - 1)])
     # The first request is the longest there can be.
-    yield DecodeStep(most, (0,) * len(most), 0x7F, no_block=0.8)
+    yield step(most, 0x7F, no_block=0.8)
     # The least work there is: for one request, and for all.
-    yield DecodeStep((shortest,), (0,), 0, no_block=0.8)
-    yield DecodeStep((shortest,) * num_reqs, (0,) * num_reqs, 0x7F, idle=True)
+    yield step((shortest,), 0, no_block=0.8)
+    each, more = divmod(num_tokens, num_reqs)
+    lens = (each,) * (num_reqs - more) + (each + 1,) * more
+    yield DecodeStep(lens, lens, (0,) * num_reqs, 0x7F, idle=True)
     # Where a token is cached says nothing of its length: often enough that it is
     # cached in some groups only.
-    for _ in range(2):
-        yield DecodeStep(most, (0,) * len(most), 0, no_block=0.5, no_slot=0.5)
-    for lens in _few_units(jobs, num_reqs, query_len, max_len):
-        yield DecodeStep(lens, (0,) * len(lens), 0x7F)
+    for seq_lens in (most, most[:fewest]):
+        yield step(seq_lens, 0, no_block=0.5, no_slot=0.5)
+    for seq_lens in _few_units(jobs, num_reqs, query_len, max_len):
+        starts = (0,) * len(seq_lens)
+        yield DecodeStep((query_len,) * len(seq_lens), seq_lens, starts, 0x7F)
     lengths = _bounds(jobs, query_len, max_len)
     lengths += random.choices(lengths, k=-len(lengths) % num_reqs)
     turns = cycle(lengths)
-    for turn in range(max(2, len(lengths) // num_reqs)):
-        lens = tuple(islice(turns, num_reqs))
-        starts = tuple(near_end(n) if turn % 2 else 0 for n in lens)
+    met = 0
+    for turn in count():
+        few = random.choice((fewest, num_reqs, random.randint(1, num_reqs)))
+        requests = num_reqs if max_query_len is None else few
+        seq_lens = tuple(islice(turns, requests))
+        starts = tuple(near_end(n) if turn % 2 else 0 for n in seq_lens)
         poison = 0x7F if turn % 4 < 2 else 0
-        yield DecodeStep(lens, starts, poison, no_block=0.5)
+        yield step(seq_lens, poison, starts, no_block=0.5)
+        met += requests
+        if met >= len(lengths) and turn > 0:
+            break
+
+
+def _uneven(
+    seq_lens: Sequence[int], num_tokens: int, max_query_len: int, random: Random
+) -> tuple[int, ...]:
+    """Query lengths of a step in which sequences are ``seq_lens`` long: of 1 to
+    ``max_query_len`` tokens, ``num_tokens`` in all every other time, else fewer."""
+    query_lens = [1] * len(seq_lens)
+    room = [min(max_query_len, seq_len) - 1 for seq_len in seq_lens]
+    drafts = [index for index, most in enumerate(room) for _ in range(most)]
+    random.shuffle(drafts)
+    most = num_tokens - len(seq_lens)
+    for index in drafts[: random.choice((most, random.randint(0, most)))]:
+        query_lens[index] += 1
+    return tuple(query_lens)
 
 
 def _few_units(

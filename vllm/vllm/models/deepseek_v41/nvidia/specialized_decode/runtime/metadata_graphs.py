@@ -16,7 +16,7 @@ state of ``metadata/`` also keeps here what refreshes a graph in other ways.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -58,12 +58,19 @@ class AttnMetadataCudaGraphs:
 
     The graphs write the builders' buffers at their capture-time addresses:
     every capture of the model's graphs must ``release`` and record again.
-    ``decode_query_len`` is 1 + the number of speculative tokens.
+    ``decode_query_len`` is 1 + the number of speculative tokens, ``varlen`` has the
+    keys of the graphs that take shorter queries too, in any mix.
     """
 
-    def __init__(self, vllm_config: VllmConfig, decode_query_len: int) -> None:
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        decode_query_len: int,
+        varlen: Container[GraphKey] = (),
+    ) -> None:
         self.vllm_config = vllm_config
         self._decode_query_len = decode_query_len
+        self._varlen = varlen
         self._graphs: dict[GraphKey, _Kept] = {}
         self.in_graph: dict[GraphKey, dict[str, Any]] = {}
         """The metadata of the steps whose forward graph refreshes it: what ``key`` and
@@ -83,7 +90,7 @@ class AttnMetadataCudaGraphs:
     ) -> GraphKey | None:
         """The key of a step whose build can be recorded, or None, counted with its
         reason."""
-        found = key_of(input_batch, cudagraph_mode)
+        found = key_of(input_batch, cudagraph_mode, self._varlen)
         if isinstance(found, Eager):
             self.build_eagerly(found)
             return None
@@ -94,9 +101,9 @@ class AttnMetadataCudaGraphs:
         self.stats.eager[why] += 1
 
     def capture_keys(self) -> list[GraphKey]:
-        """The keys of the FULL decode graphs, largest first, as ``CudaGraphManager``
-        derives these from the configuration: each capture size in whole requests of
-        the query length."""
+        """The keys of the uniform FULL decode graphs, largest first, as
+        ``CudaGraphManager`` derives these from the configuration: each capture size in
+        whole requests of the query length."""
         compilation = self.vllm_config.compilation_config
         query_len = self._decode_query_len
         most_tokens = min(
