@@ -73,6 +73,7 @@ def test_other_model_states_ignore_the_hooks():
     state = object.__new__(DefaultModelState)
     state.release_metadata_graphs()
     state.build_in_graph(None, {}, None, None, [], None)
+    assert state.take_decode_metadata_steps() is None
 
 
 def test_elastic_scaling_releases_the_recordings_with_the_graphs(monkeypatch):

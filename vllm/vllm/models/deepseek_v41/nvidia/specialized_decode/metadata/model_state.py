@@ -267,6 +267,9 @@ class DeepseekV41DeviceMetadataModelState(DeepseekV41ModelState):
             self._zero_replay_starts = 0 if replays else num_reqs
         return self._replay_start[:num_reqs]
 
+    def take_decode_metadata_steps(self) -> list[tuple[str, str, int]]:
+        return self.graphs.stats.take()
+
     def _log_stats(self) -> None:
         line = self.graphs.stats.due_line()
         if line is not None and is_global_first_rank():

@@ -38,6 +38,9 @@ class MetadataGraphStats:
     )
     """When ``due_line`` is to be asked for next, in ``time.monotonic()``."""
     _logged_steps: int = field(default=0, repr=False)
+    # What take() has reported: in_graph, and the rest by way and reason.
+    _taken_in_graph: int = field(default=0, repr=False)
+    _taken: Counter[tuple[str, str]] = field(default_factory=Counter, repr=False)
 
     @property
     def served(self) -> Counter[Way]:
@@ -57,6 +60,26 @@ class MetadataGraphStats:
     @property
     def full_decode_steps(self) -> int:
         return self.ways.total()
+
+    def take(self) -> list[tuple[str, str, int]]:
+        """The steps since the last call, as (way, reason, steps).
+
+        The reason is empty but for eager builds. Plain strings, because they go to
+        processes that do not know this module.
+        """
+        new = []
+        if self.in_graph != self._taken_in_graph:
+            new.append(("in_graph", "", self.in_graph - self._taken_in_graph))
+            self._taken_in_graph = self.in_graph
+        # Of most steps that is all: no Counter is made for those.
+        others = sum(self.refreshed.values()) + sum(self.eager.values())
+        if others != sum(self._taken.values()):
+            counted = Counter({(str(way), ""): n for way, n in self.refreshed.items()})
+            for why, n in self.eager.items():
+                counted[str(Way.EAGER), str(why)] = n
+            new += [(*labels, n) for labels, n in (counted - self._taken).items()]
+            self._taken = counted
+        return new
 
     def line(self) -> str:
         """``decode metadata: in_graph=... replay=... launch=... eager=...``, and the
