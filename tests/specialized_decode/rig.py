@@ -3,7 +3,8 @@ buffers, with the decode steps a runner would prepare."""
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
@@ -59,6 +60,7 @@ MAX_MODEL_LEN = 8192
 MAX_NUM_TOKENS = 256
 KERNEL_BLOCK = 64
 DEVICE = torch.device("cpu")
+LAYERS = ("window", "full.mla", "full.indexer", "half.mla", "half.indexer", "ring")
 
 
 class Architecture(StrEnum):
@@ -320,7 +322,8 @@ class Rig:
     """Every kind of V4.1 attention group behind a recorded model state.
 
     KV-cache groups: sliding window; compressed KV of ratio 1 with its indexer on
-    the same block table; the same of ratio 2; compressor ring.
+    the same block table; the same of ratio 2; compressor ring. A pipeline ``stage``
+    has some of the layers, and a group without any where it has none of its.
     """
 
     def __init__(
@@ -330,6 +333,7 @@ class Rig:
         way: Serving = Serving.UPSTREAM,
         bounded_replay: bool = True,
         adaptive: bool = False,
+        stage: Collection[str] = LAYERS,
     ) -> None:
         self.architecture = architecture
         self.query_len = query_len
@@ -340,14 +344,11 @@ class Rig:
             additional_config={"metadata_graphs": way.metadata_graphs},
             adaptive=adaptive,
         )
+        self.bounded_replay = bounded_replay
+        self.stage = stage
         self.buffers = InputBuffers(MAX_NUM_REQS, MAX_NUM_TOKENS, DEVICE)
-        with set_current_vllm_config(self.config):
-            self._make_groups(bounded_replay)
-            self.state, self.stock_state = (
-                cls(self.config, SimpleNamespace(token_lookback_depth=3), None, DEVICE)
-                for cls in (DeepseekV41DeviceMetadataModelState, DeepseekV41ModelState)
-            )
-        self.block_tables = FakeBlockTables([64, 64, 64, 1])
+        self.load_model()
+        self.initialize_kv_cache()
         self.full_graphs = [
             BatchExecutionDescriptor(
                 cg_mode=CUDAGraphMode.FULL,
@@ -362,7 +363,24 @@ class Rig:
         # The part of a forward graph that this rig captures, by its requests.
         self.forward_graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
-    def _make_groups(self, bounded_replay: bool) -> None:
+    def load_model(self) -> None:
+        """Make what a runner makes with the weights: the model states."""
+        with set_current_vllm_config(self.config):
+            self.state, self.stock_state = (
+                cls(self.config, SimpleNamespace(token_lookback_depth=3), None, DEVICE)
+                for cls in (DeepseekV41DeviceMetadataModelState, DeepseekV41ModelState)
+            )
+
+    def initialize_kv_cache(self) -> None:
+        """Make what a runner makes with a KV cache: builders and block tables."""
+        blocks = self.config.model_config.max_model_len // 128
+        self.block_tables = FakeBlockTables([blocks, blocks, blocks, 1])
+        with set_current_vllm_config(self.config):
+            self._make_groups()
+            for state in (self.state, self.stock_state):
+                state.initialize_kv_cache(self.kv_cache_config, self.block_tables)
+
+    def _make_groups(self) -> None:
         packed = dict(
             num_kv_heads=1,
             head_size=512,
@@ -376,7 +394,7 @@ class Rig:
             max_tp_shards=1,
             state_content_bytes=584,
             alignment=576,
-            bounded_replay=bounded_replay,
+            bounded_replay=self.bounded_replay,
             **packed,
         )
         full, half = (
@@ -402,6 +420,10 @@ class Rig:
             (half, [("half.mla", mla_backend), ("half.indexer", indexer_backend)]),
             (ring, [("ring", compressor.CompressorBackend)]),
         ]
+        groups = [
+            (spec, [(name, backend) for name, backend in layers if name in self.stage])
+            for spec, layers in groups
+        ]
         self.specs = [spec for spec, _ in groups]
         # SM90's kernels take smaller blocks than the KV-cache manager's.
         in_kernel_blocks = self.architecture == Architecture.SM90
@@ -414,7 +436,7 @@ class Rig:
                     self.config,
                     DEVICE,
                     kernel_block_size=(
-                        KERNEL_BLOCK if in_kernel_blocks and len(layers) > 1 else None
+                        KERNEL_BLOCK if in_kernel_blocks and "." in name else None
                     ),
                 )
                 self.attn_groups[-1].append(group)
@@ -513,6 +535,25 @@ class Rig:
             num_tokens,
             self.buffers,
             max_query_len=self.query_len,
+        )
+
+    def idle(self, num_reqs: int) -> InputBatch:
+        """The dummy batch of a data-parallel rank without requests."""
+        num_tokens = num_reqs * self.query_len
+        self.block_tables.get_dummy_block_tables(num_reqs)
+        self.block_tables.get_dummy_slot_mappings(num_tokens)
+        return InputBatch.make_dummy(num_reqs, num_tokens, self.buffers)
+
+    def extending(self, step: Step, start: int) -> InputBatch:
+        """Requests that compute the last token of their prompt, the first of them right
+        after it has replayed the window of a cached prefix; drafts are placeholders."""
+        batch = self.fill(step)
+        for state in (self.state, self.stock_state):
+            state._replay_start_np[:] = 0
+            state._replay_start_np[0] = start
+        batch.is_prefilling_np[:] = True
+        return replace(
+            batch, has_prefill=True, prefill_runs_as_decode_np=batch.is_prefilling_np
         )
 
     def run(self, step: Step) -> dict:

@@ -19,6 +19,7 @@ from vllm.models.deepseek_v41.nvidia.specialized_decode.hopper.binding import (
 from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.model_state import (
     DeepseekV41DeviceMetadataModelState,
 )
+from vllm.sequence import IntermediateTensors
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
@@ -124,9 +125,14 @@ def test_the_checked_flashinfer_is_known_by_its_release(
         specialized_decode.uses_checked_flashinfer.cache_clear()
 
 
+@pytest.mark.parametrize("last_stage", [True, False])
+@pytest.mark.parametrize("first_stage", [True, False])
 @pytest.mark.parametrize("mode", [CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE])
-def test_a_full_forward_begins_with_its_metadata_build(monkeypatch, mode):
-    """In the warm-up and in the capture of FULL graphs, and in no other forward."""
+def test_a_full_forward_begins_with_its_metadata_build(
+    monkeypatch, mode, first_stage, last_stage
+):
+    """In the warm-up and in the capture of FULL graphs of every pipeline stage, and in
+    no other forward."""
     calls = []
     prepared = iter([{"first": 1}, {"second": 2}])
 
@@ -137,9 +143,12 @@ def test_a_full_forward_begins_with_its_metadata_build(monkeypatch, mode):
         def prepare_dummy_inputs(self, *_):
             return {}
 
-    def model(**_):
+    between_stages = IntermediateTensors({"hidden_states": torch.zeros(1)})
+
+    def model(intermediate_tensors, **_):
+        assert (intermediate_tensors is None) is first_stage
         calls.append("forward")
-        return torch.zeros(1)
+        return torch.zeros(1) if last_stage else between_stages
 
     manager = object.__new__(cudagraph_utils.ModelCudaGraphManager)
     vars(manager).update(
@@ -147,12 +156,13 @@ def test_a_full_forward_begins_with_its_metadata_build(monkeypatch, mode):
         breakable_cg_runner=model,
         cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE,
         max_num_reqs=1,
-        is_first_pp_rank=True,
-        is_last_pp_rank=True,
+        is_first_pp_rank=first_stage,
+        is_last_pp_rank=last_stage,
         vllm_config=SimpleNamespace(
             parallel_config=SimpleNamespace(data_parallel_size=1)
         ),
         hidden_states=None,
+        intermediate_tensors=None,
     )
     graph = cudagraph_utils.BatchExecutionDescriptor(mode, 1, 1, 1)
 
@@ -177,7 +187,13 @@ def test_a_full_forward_begins_with_its_metadata_build(monkeypatch, mode):
         input_ids=torch.zeros(1), positions=torch.zeros(1), is_padding=torch.zeros(1)
     )
     manager.capture(
-        model, InGraphModelState(), buffers, None, "tables", ["groups"], "config"
+        model,
+        InGraphModelState(),
+        buffers,
+        None if first_stage else between_stages,
+        "tables",
+        ["groups"],
+        "config",
     )
     if mode == CUDAGraphMode.FULL:
         where = buffers, "tables", ["groups"], "config"

@@ -10,10 +10,7 @@ from decode_steps import Step, assert_same_for_forward, clones
 from rig import MAX_MODEL_LEN, Architecture, Serving
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
-from vllm.config import CUDAGraphMode, set_current_vllm_config
-from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata import (
-    model_state,
-)
+from vllm.config import CUDAGraphMode
 from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.flashmla_plan import (
     PLANS,
 )
@@ -27,6 +24,7 @@ from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.stats import Wa
 from vllm.third_party.flashmla.flash_mla_interface import flash_mla_with_kvcache
 from vllm.v1.attention.backends.mla import indexer
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+from vllm.v1.worker.gpu_worker import Worker
 
 STEP = Step((1025,), 2, 1)
 FULL = Step((1025, 300), 2, 1)
@@ -234,28 +232,29 @@ class TestCapturingAgain:
         assert rig.state.graphs.stats.eager[Eager.UNRECORDED] == 1
         assert not rig.state.graphs.stats.served
 
+    @pytest.mark.parametrize("fitted", [MAX_MODEL_LEN, 2048])
     def test_memory_profiling_comes_first(
-        self, make_small_rig, monkeypatch, cuda_graphs
+        self, make_small_rig, monkeypatch, cuda_graphs, fitted
     ):
-        """It captures into buffers that are thrown away, and ends in a release."""
+        """It captures into buffers that are thrown away, and ends in a release. What
+        it finds may shorten the longest sequence (``--max-model-len auto``)."""
         rig = make_small_rig()
         rig.record()
         rig.state.release_metadata_graphs()
-        monkeypatch.setattr(
-            model_state.DeepseekV41ModelState,
-            "initialize_kv_cache",
-            lambda *_: None,
+        monkeypatch.setattr(rig.config.model_config, "max_model_len", MAX_MODEL_LEN)
+        worker = SimpleNamespace(
+            model_config=rig.config.model_config, model_runner=None
         )
+        Worker.update_max_model_len(worker, fitted)
         thrown_away = list(rig.builders())
-        rig.block_tables = type(rig.block_tables)([64, 64, 64, 1])
-        with set_current_vllm_config(rig.config):
-            rig._make_groups(bounded_replay=True)
-            rig.state.initialize_kv_cache(rig.kv_cache_config, rig.block_tables)
+        rig.initialize_kv_cache()
         cuda_graphs.device_storages = rig.device_storages
         assert not {*map(id, thrown_away)} & {*map(id, rig.builders())}
         rig.record()
         assert rig.state.graphs.served() == {Way.IN_GRAPH: 1}
         rig.check_step(STEP)
+        handed_out = rig.check_step(Step((fitted, 300), 2, 1))
+        assert handed_out["full.indexer"].max_seq_len == fitted
 
     def test_a_shape_left_out_later_is_no_longer_served_in_the_graph(self, rig):
         """Also without a release in between."""

@@ -28,7 +28,6 @@ from vllm.models.deepseek_v41.nvidia.specialized_decode.runtime.metadata_graphs 
     AttnMetadataCudaGraphs,
     NotRecordableError,
 )
-from vllm.v1.worker.gpu.input_batch import InputBatch
 
 STEP = Step((200, 300, 400), 4, 1)
 
@@ -73,27 +72,6 @@ def test_a_forward_never_meets_a_recorded_object(rig, mode, options, reason):
     assert rig.state.graphs.stats.eager == {reason: 1}
 
 
-def idle(rig, num_reqs):
-    """The dummy batch of a data-parallel rank without requests."""
-    rig.block_tables.get_dummy_block_tables(num_reqs)
-    num_tokens = num_reqs * rig.query_len
-    rig.block_tables.get_dummy_slot_mappings(num_tokens)
-    return InputBatch.make_dummy(num_reqs, num_tokens, rig.buffers)
-
-
-def extending(rig, step, start):
-    """Requests that compute the last token of their prompt, the first of them right
-    after it has replayed the window of a cached prefix; drafts are placeholders."""
-    batch = rig.fill(step)
-    for state in (rig.state, rig.stock_state):
-        state._replay_start_np[:] = 0
-        state._replay_start_np[0] = start
-    batch.is_prefilling_np[:] = True
-    return replace(
-        batch, has_prefill=True, prefill_runs_as_decode_np=batch.is_prefilling_np
-    )
-
-
 @pytest.mark.parametrize(
     ("architecture", "query_len", "way"),
     [
@@ -111,24 +89,24 @@ def test_extensions_and_idle_ranks_are_served(make_rig, architecture, query_len,
     view = rig.forward_view(4)
     step = Step((1025, 300, 129), 4, query_len)
     for start in (960, 1000):
-        rig.check_batch(lambda start=start: extending(rig, step, start), step, view)
+        rig.check_batch(lambda start=start: rig.extending(step, start), step, view)
     [lens] = [view[path] for path in view if path.endswith("decode_swa_lens")]
     assert lens[query_len - 1] == 1025 - 1000
     slots = [view[path] for path in view if path.endswith("slot_mapping")]
     assert any((each >= 0).any() for each in slots)
     idle_step = Step((query_len,) * 4, 4, query_len)
-    rig.check_batch(lambda: idle(rig, 4), idle_step, view, for_capture=True)
+    rig.check_batch(lambda: rig.idle(4), idle_step, view, for_capture=True)
     assert all((each == -1).all() for each in slots)
     assert rig.state.graphs.stats.served == {Way.REPLAY: 3}
 
 
 @pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE])
 def test_metadata_of_an_eager_idle_step_ends_with_it(rig, mode):
-    metadata = rig.build(idle(rig, 4), mode, for_capture=True)
+    metadata = rig.build(rig.idle(4), mode, for_capture=True)
     built = [weakref.ref(each) for each in metadata.values()]
     del metadata
     # Builders keep what they built last.
-    rig.build(idle(rig, 2), mode, for_capture=True)
+    rig.build(rig.idle(2), mode, for_capture=True)
     gc.collect()
     assert not any(each() for each in built)
 
