@@ -131,7 +131,7 @@ MODEL = {
         "n_routed_experts": 8,
         "n_shared_experts": 1,
         "num_experts_per_tok": 2,
-        "max_position_embeddings": MAX_MODEL_LEN,
+        "max_position_embeddings": 2**20,
         "num_nextn_predict_layers": 3,
         "dspark_block_size": 5,
         "dspark_target_layer_ids": [2, 3, 4],
@@ -148,14 +148,14 @@ def _model_dir() -> str:
 
 
 @cache
-def _model_config() -> ModelConfig:
+def _model_config(max_model_len: int) -> ModelConfig:
     return ModelConfig(
         model=_model_dir(),
         tokenizer=_model_dir(),
         skip_tokenizer_init=True,
         dtype="bfloat16",
         seed=0,
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=max_model_len,
     )
 
 
@@ -165,6 +165,7 @@ def vllm_config(
     cudagraph_mode: CUDAGraphMode = CUDAGraphMode.FULL_AND_PIECEWISE,
     additional_config: dict | None = None,
     adaptive: bool = False,
+    max_model_len: int = MAX_MODEL_LEN,
 ) -> VllmConfig:
     """A real configuration whose decode steps have ``query_len`` tokens, or up to so
     many with adaptive verification."""
@@ -173,7 +174,7 @@ def vllm_config(
         speculative = SpeculativeConfig(
             method="dspark",
             num_speculative_tokens=query_len - 1,
-            target_model_config=_model_config(),
+            target_model_config=_model_config(max_model_len),
             target_parallel_config=ParallelConfig(),
         )
     attention = AttentionConfig()
@@ -182,14 +183,14 @@ def vllm_config(
             indexer_kv_dtype="mxfp4", indexer_sparse_logits=True
         )
     config = VllmConfig(
-        model_config=_model_config(),
+        model_config=_model_config(max_model_len),
         cache_config=CacheConfig(block_size=128, cache_dtype="auto"),
         parallel_config=ParallelConfig(),
         scheduler_config=SchedulerConfig(
             max_num_seqs=MAX_NUM_REQS,
             max_num_batched_tokens=MAX_NUM_TOKENS,
             enable_chunked_prefill=True,
-            max_model_len=MAX_MODEL_LEN,
+            max_model_len=max_model_len,
             is_encoder_decoder=False,
         ),
         device_config=DeviceConfig("cpu"),
@@ -334,6 +335,7 @@ class Rig:
         bounded_replay: bool = True,
         adaptive: bool = False,
         stage: Collection[str] = LAYERS,
+        max_model_len: int = MAX_MODEL_LEN,
     ) -> None:
         self.architecture = architecture
         self.query_len = query_len
@@ -343,6 +345,7 @@ class Rig:
             architecture,
             additional_config={"metadata_graphs": way.metadata_graphs},
             adaptive=adaptive,
+            max_model_len=max_model_len,
         )
         self.bounded_replay = bounded_replay
         self.stage = stage
@@ -575,7 +578,7 @@ class Rig:
             [spec.block_size for spec in self.specs],
             self.block_tables.slot_mappings,
             num_blocks=4096,
-            max_model_len=MAX_MODEL_LEN,
+            max_model_len=self.config.model_config.max_model_len,
         )
 
     def build(

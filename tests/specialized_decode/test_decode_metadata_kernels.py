@@ -9,7 +9,10 @@ import pytest
 import torch
 from decode_metadata_cases import Case, Shape, assert_same, random_case, whole
 from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.kernel import (
+    TILE_COLUMNS,
+    Job,
     Kind,
+    job_table,
 )
 
 SHAPES = (
@@ -98,6 +101,69 @@ def test_the_steps_have_every_edge():
 
 
 TABLES = (Kind.TABLE, Kind.TOKEN_TABLE)
+# About the seams of tiles, and of two tiles that a program may take.
+WIDTHS = (
+    1,
+    TILE_COLUMNS - 1,
+    TILE_COLUMNS,
+    TILE_COLUMNS + 1,
+    2 * TILE_COLUMNS + 1,
+    5 * TILE_COLUMNS - 3,
+)
+
+
+def table_of_width(kind, columns, num_reqs, num_tokens, seed=0):
+    shape = Shape(num_reqs, num_tokens, columns, out_columns=columns)
+    return random_case(shape, seed, kinds=[kind])
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+@pytest.mark.parametrize("kind", TABLES)
+def test_tiles_meet(kind, columns):
+    for seed, rows in enumerate([(1, 1), (2, 2), (1, 3), (2, 6), (3, 7)]):
+        case = table_of_width(kind, columns, *rows, seed)
+        want = case.expected()
+        launch(case)
+        assert_same(want, case)
+
+
+@pytest.mark.parametrize("made_for", [(1, 1), (1, 3), (1, 5000), (2000, 5000)])
+@pytest.mark.parametrize("kind", TABLES)
+def test_a_program_may_take_several_tiles(kind, made_for):
+    """As it does where there are many tokens."""
+    for columns in WIDTHS[-2:]:
+        case = table_of_width(kind, columns, 2, 4)
+        want = case.expected()
+        case.launcher(4, 128, made_for)()
+        assert_same(want, case)
+
+
+@pytest.mark.parametrize(
+    ("columns", "num_reqs", "num_tokens", "table", "token_table"),
+    [
+        (1, 1, 1, 1, 1),
+        (TILE_COLUMNS, 32, 192, 1, 1),
+        (TILE_COLUMNS + 1, 1, 1, 2, 2),
+        (16 * TILE_COLUMNS, 1, 1, 16, 16),
+        (16 * TILE_COLUMNS, 1, 6, 3, 16),
+        (16 * TILE_COLUMNS, 32, 192, 3, 8),
+        (16 * TILE_COLUMNS, 256, 1536, 1, 1),
+    ],
+)
+def test_wide_tables_alone_take_more_programs(
+    columns, num_reqs, num_tokens, table, token_table
+):
+    """And no more than run at one time."""
+    for kind, jobs in (
+        (Kind.TABLE, table),
+        (Kind.TOKEN_TABLE, token_table),
+        (Kind.REQUEST, 1),
+    ):
+        job = Job(kind, (0, 0, 0, 0), out_columns=columns)
+        rows = job_table([job], num_reqs, num_tokens, torch.device("cpu"))
+        assert len(rows) == jobs
+
+
 SLOTS = (Kind.WINDOW, Kind.COMPRESSED_SLOT)
 OTHER_JOBS = [
     *((kind, "window") for kind in [Kind.WINDOW]),

@@ -13,6 +13,7 @@ from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.fused_build imp
     FusedBuild,
 )
 from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.kernel import (
+    TILE_COLUMNS,
     Job,
     Kind,
 )
@@ -292,6 +293,23 @@ def test_the_build_that_is_right_is_taken(
 ):
     build, build_upstream = make_build(num_reqs, query_len, architecture)
     assert difference_from_upstream(build, build_upstream, MAX_MODEL_LEN) is None
+
+
+# More blocks of 128 tokens than a program writes at once.
+LONG = 128 * (TILE_COLUMNS + 5)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "query_len"),
+    [(Architecture.SM90, 1), (Architecture.SM90, 3), (Architecture.SM100, 1)],
+)
+def test_the_build_of_a_long_context_is_taken(make_rig, architecture, query_len):
+    rig = make_rig(
+        architecture, query_len, Serving.IN_GRAPH, proof_steps=1, max_model_len=LONG
+    )
+    build, build_upstream = offered(rig, 2)
+    assert min({job.out_columns for job in build.jobs} - {0}) > TILE_COLUMNS
+    assert difference_from_upstream(build, build_upstream, LONG) is None
 
 
 def test_large_buffers_are_compared_in_parts(make_rig, monkeypatch):

@@ -36,13 +36,15 @@ _CPU = torch.device("cpu")
 class Shape:
     """What a launch is padded to.
 
-    Requests and tokens, the columns of the block tables, and the largest window.
+    Requests and tokens, the columns of the block tables, the largest window, and the
+    columns of the tables that are written of them; where 0, all or some.
     """
 
     num_reqs: int
     num_tokens: int
     columns: int
     max_window: int = 128
+    out_columns: int = 0
 
 
 @dataclass(frozen=True)
@@ -118,10 +120,22 @@ class Case(NamedTuple):
         for name, mine in self.buffers().items():
             mine.copy_(theirs[name])
 
-    def launcher(self, max_num_reqs: int, max_window: int) -> Callable[[], None]:
-        """What launches the jobs, with the bounds that choose the kernel."""
+    def launcher(
+        self,
+        max_num_reqs: int,
+        max_window: int,
+        made_for: tuple[int, int] | None = None,
+    ) -> Callable[[], None]:
+        """What launches the jobs, with the bounds that choose the kernel.
+
+        The table of jobs is made for its own requests and tokens, or for so many.
+        """
         inputs = self.inputs
-        jobs = job_table([job.job(inputs) for job in self.jobs], inputs.seq_lens.device)
+        jobs = job_table(
+            [job.job(inputs) for job in self.jobs],
+            *(made_for or (inputs.num_reqs, inputs.num_tokens)),
+            inputs.seq_lens.device,
+        )
         return lambda: write_decode_metadata(
             jobs,
             inputs.query_start_loc,
@@ -206,7 +220,7 @@ class _Layout:
     def _group(
         self,
         columns: int = 0,
-        splits: Sequence[int] = (1, 2, 4),
+        splits: Sequence[int] = (1, 2, 3),
         ratios: Sequence[int] = (1, 2),
         clamp: bool | None = None,
         int32_slots: bool = False,
@@ -302,6 +316,8 @@ class _Layout:
 
     def _columns(self, group: int) -> int:
         """All kernel blocks of a table, or the first so many."""
+        if self.shape.out_columns:
+            return self.shape.out_columns
         columns = self.groups[group].columns * self.groups[group].split
         return self._choice(columns, max(1, columns - 1), (columns + 1) // 2)
 

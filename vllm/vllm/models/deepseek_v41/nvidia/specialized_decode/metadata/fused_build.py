@@ -69,7 +69,10 @@ class FusedBuild:
 
     @cached_property
     def _job_table(self) -> torch.Tensor:
-        return job_table(self.jobs, self.inputs.seq_lens.device)
+        inputs = self.inputs
+        return job_table(
+            self.jobs, inputs.num_reqs, inputs.num_tokens, inputs.seq_lens.device
+        )
 
     @classmethod
     def of(

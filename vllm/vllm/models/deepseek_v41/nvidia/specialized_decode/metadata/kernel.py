@@ -2,19 +2,30 @@
 """The attention metadata of a decode step in one launch.
 
 A ``Job`` names one set of buffers to write and the device data it follows from;
-the launch runs one program per job and token. Every program finds its token's
-request in the device ``query_start_loc``, so one launch serves any number of
-requests up to the padded one, of even or uneven query lengths. No program reads
-what another one writes.
+the launch runs one program per job and token, a wide block table being cut into
+several jobs. Every program finds its token's request in the device
+``query_start_loc``, so one launch serves any number of requests up to the padded
+one, of even or uneven query lengths. No program reads what another one writes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
 import torch
 from vllm.triton_utils import tl, triton
-from vllm.utils.math_utils import next_power_of_2
+from vllm.utils.math_utils import cdiv, next_power_of_2
+
+# Columns of a block table's row that a program writes at once: 8 in each thread, whose
+# loads are under way together. With 16 the kernel takes 72 registers for 40, and an SM
+# holds fewer programs of every job. Neighbouring threads have neighbouring columns, so
+# a warp stores a whole line; 16 bytes a thread would need rows that begin at multiples
+# of 16 bytes, and a row has any number of columns.
+TILE_COLUMNS = 1024
+# Rows are cut until a job has so many programs, or a tile each: about what an H200 runs
+# at one time, 12 on each of 132 SMs. More would only wait for these to end, so from
+# there on a program takes several tiles.
+_PROGRAMS = 1536
 
 
 class Kind(IntEnum):
@@ -38,7 +49,8 @@ class Kind(IntEnum):
     int32: query length; outs[2] [tokens] int32: 1; outs[3] [tokens] int32: its
     request, or a number of its own past the requests; each only if given."""
     TABLE = 5
-    """outs[0] [requests, out_columns] int32: the request's kernel blocks."""
+    """outs[0] [requests, out_columns] int32: the request's kernel blocks; past them
+    whatever ``table`` holds, as upstream copies it too."""
     TOKEN_TABLE = 6
     """outs[0] [tokens, out_columns] int32: its request's kernel blocks; those of the
     null block for padding."""
@@ -75,6 +87,8 @@ class Job(NamedTuple):
     window: int = 0
     workers: int = 0
     item_tokens: int = 1
+    first_column: int = 0
+    """Of a table, the first of the columns to write; those before it are another's."""
 
     def row(self) -> list[int]:
         kind, outs, *rest = self
@@ -110,6 +124,7 @@ _RATIO = _column("ratio")
 _WINDOW_SIZE = _column("window")
 _WORKERS = _column("workers")
 _ITEM_TOKENS = _column("item_tokens")
+_FIRST_COLUMN = _column("first_column")
 _COLUMNS = tl.constexpr(len(Job._fields) + 3)
 
 
@@ -198,16 +213,28 @@ def _write_context(
 
 
 @triton.jit
-def _write_table_row(job, row, req, real, BLOCK_COLUMNS: tl.constexpr):
-    columns = tl.load(job + _OUT_COLUMNS).to(tl.int32)
-    out = tl.load(job + _OUTS).to(tl.pointer_type(tl.int32)) + row * tl.load(
-        job + _OUT_STRIDE
-    )
-    for first in range(0, columns, BLOCK_COLUMNS):
-        column = first + tl.arange(0, BLOCK_COLUMNS)
-        inside = column < columns
-        block = _kernel_blocks(job, req, column, inside & real)
-        tl.store(out + column, block.to(tl.int32), mask=inside)
+def _write_table_row(job, row, req, real, part, parts, TILE_COLUMNS: tl.constexpr):
+    """Every ``parts``-th tile of the row, from number ``part`` on."""
+    first = tl.load(job + _FIRST_COLUMN).to(tl.int32) + part * TILE_COLUMNS
+    end = tl.load(job + _OUT_COLUMNS).to(tl.int32)
+    split = tl.load(job + _SPLIT).to(tl.uint32)
+    scale = tl.load(job + _SCALE).to(tl.int32)
+    lowest = tl.where(tl.load(job + _CLAMP) != 0, 0, -(2**31))
+    table = tl.load(job + _BLOCK_TABLE).to(tl.pointer_type(tl.int32))
+    table += req.to(tl.int64) * tl.load(job + _TABLE_STRIDE)
+    out = tl.load(job + _OUTS).to(tl.pointer_type(tl.int32))
+    out += row.to(tl.int64) * tl.load(job + _OUT_STRIDE)
+    # A division takes more instructions than all else that a column takes, so multiply:
+    # the upper half of 2 * column times 2**31 / split, rounded up, is column // split
+    # while column * split < 2**31.
+    reciprocal = 0x7FFFFFFF // split + 1
+    for begin in range(first, end, parts * TILE_COLUMNS):
+        column = begin + tl.arange(0, TILE_COLUMNS)
+        inside = column < end
+        index = tl.umulhi(2 * column.to(tl.uint32), reciprocal).to(tl.int32)
+        block = tl.load(table + index, mask=inside & real, other=0)
+        block = block * scale + (column - index * split.to(tl.int32))
+        tl.store(out + column, tl.maximum(block, lowest), mask=inside)
 
 
 @triton.jit
@@ -220,7 +247,7 @@ def _write_schedule(
     seq_lens,
     num_reqs,
     MAX_REQS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_WORKERS: tl.constexpr,
 ):
     """The program of an item's last token writes the workers that begin in it."""
     item_tokens = tl.load(job + _ITEM_TOKENS).to(tl.int32)
@@ -250,8 +277,8 @@ def _write_schedule(
     item = token // item_tokens
     items = tl.num_programs(1) // item_tokens
     out = tl.load(job + _OUTS).to(tl.pointer_type(tl.int32))
-    for block in range(0, workers + 1, BLOCK_COLUMNS):
-        worker = block + tl.arange(0, BLOCK_COLUMNS)
+    for block in range(0, workers + 1, BLOCK_WORKERS):
+        worker = block + tl.arange(0, BLOCK_WORKERS)
         begin = worker * each + tl.maximum(worker - fewer, 0)
         within = begin - first
         here = (worker < workers) & (within >= 0) & (within < own)
@@ -273,10 +300,20 @@ def _decode_metadata_kernel(
     num_reqs,
     MAX_REQS: tl.constexpr,
     MAX_WINDOW: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    BLOCK_WORKERS: tl.constexpr,
 ):
     job = jobs + tl.program_id(0) * _COLUMNS
     token = tl.program_id(1)
+    kind = tl.load(job)
+    if kind == _TABLE:
+        # A request's row is shared by as many programs as it has tokens.
+        parts = tl.num_programs(1) // num_reqs
+        part = token // num_reqs
+        if part < parts:
+            req = token % num_reqs
+            _write_table_row(job, req, req, True, part, parts, TILE_COLUMNS)
+        return
     # The requests that end at or before the token come before its own; padding
     # requests end where the real tokens do.
     index = tl.arange(0, MAX_REQS)
@@ -288,7 +325,6 @@ def _decode_metadata_kernel(
     end = tl.load(query_start_loc + req + 1)
     position = (tl.load(seq_lens + req) - (end - start) + token - start).to(tl.int64)
 
-    kind = tl.load(job)
     if kind == _REQUEST:
         tl.store(tl.load(job + _OUTS).to(tl.pointer_type(tl.int32)) + token, req)
     elif kind == _WINDOW:
@@ -301,9 +337,6 @@ def _decode_metadata_kernel(
         _write_context(
             job, token, req, position, real, query_start_loc, num_reqs, num_real
         )
-    elif kind == _TABLE:
-        if token < num_reqs:
-            _write_table_row(job, token, token, token < num_reqs, BLOCK_COLUMNS)
     elif kind == _SCHEDULE:
         if (token + 1) % tl.load(job + _ITEM_TOKENS) == 0:
             _write_schedule(
@@ -315,10 +348,10 @@ def _decode_metadata_kernel(
                 seq_lens,
                 num_reqs,
                 MAX_REQS,
-                BLOCK_COLUMNS,
+                BLOCK_WORKERS,
             )
     else:
-        _write_table_row(job, token, req, real, BLOCK_COLUMNS)
+        _write_table_row(job, token, req, real, 0, 1, TILE_COLUMNS)
 
 
 def longest_window(jobs: Sequence[Job]) -> int:
@@ -326,9 +359,32 @@ def longest_window(jobs: Sequence[Job]) -> int:
     return max([1, *(job.window for job in jobs)])
 
 
-def job_table(jobs: Sequence[Job], device: torch.device) -> torch.Tensor:
-    """The jobs as [jobs, columns] int64, for ``write_decode_metadata``."""
-    return torch.tensor([job.row() for job in jobs], dtype=torch.int64, device=device)
+def _cut(job: Job, num_reqs: int, num_tokens: int) -> Iterator[Job]:
+    """``job``, or the jobs that share its columns where it writes a wide table, each
+    program of which writes a tile or, where there are programs enough, several."""
+    if job.kind not in (Kind.TABLE, Kind.TOKEN_TABLE):
+        yield job
+        return
+    # Programs of one job that share a row, as the kernel has it.
+    parts = num_tokens // num_reqs if job.kind == Kind.TABLE else 1
+    tiles = cdiv(job.out_columns, parts * TILE_COLUMNS)
+    each = cdiv(tiles, cdiv(_PROGRAMS, num_tokens))
+    width = each * parts * TILE_COLUMNS
+    for first in range(0, job.out_columns, width):
+        end = min(first + width, job.out_columns)
+        yield job._replace(first_column=first, out_columns=end)
+
+
+def job_table(
+    jobs: Sequence[Job], num_reqs: int, num_tokens: int, device: torch.device
+) -> torch.Tensor:
+    """The jobs as [jobs or more, columns] int64, for ``write_decode_metadata``.
+
+    ``num_reqs`` and ``num_tokens`` are those of the launch; with others it writes the
+    same, by more or fewer programs than it takes.
+    """
+    rows = [part.row() for job in jobs for part in _cut(job, num_reqs, num_tokens)]
+    return torch.tensor(rows, dtype=torch.int64, device=device)
 
 
 def write_decode_metadata(
@@ -363,6 +419,7 @@ def write_decode_metadata(
         num_reqs,
         MAX_REQS=next_power_of_2(max_num_reqs),
         MAX_WINDOW=next_power_of_2(max_window),
-        BLOCK_COLUMNS=256,
+        TILE_COLUMNS=TILE_COLUMNS,
+        BLOCK_WORKERS=256,
         num_warps=4,
     )
