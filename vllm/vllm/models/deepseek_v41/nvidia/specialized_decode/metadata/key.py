@@ -38,6 +38,8 @@ class Eager(StrEnum):
 
     NOT_FULL = "not_full"
     """The step runs no FULL CUDA graph: its forward reads the object it is given."""
+    BEYOND_GRAPHS = "beyond_graphs"
+    """So does a decode step that is larger than any FULL graph of its query length."""
     UNEVEN = "uneven"
     """Query lengths differ between requests, or from the graph's, or may."""
     FAST_PREFILL = "fast_prefill"

@@ -82,6 +82,7 @@ class DeepseekV41DeviceMetadataModelState(DeepseekV41ModelState):
     def release_metadata_graphs(self) -> None:
         """Drop the recordings, with the memory and the builders they keep alive."""
         self.graphs.release()
+        self.graphs.coverage.clear()
         self.in_graph.release()
         self.proven_builds.release()
         self._full_graphs.clear()
@@ -106,6 +107,7 @@ class DeepseekV41DeviceMetadataModelState(DeepseekV41ModelState):
         if graph.num_reqs is None:
             # No step has its key.
             return
+        self.graphs.coverage.add(graph)
         key = GraphKey.padded(graph.num_reqs, graph.num_tokens)
         build = None
         if graph.max_query_len is not None:
@@ -136,6 +138,9 @@ class DeepseekV41DeviceMetadataModelState(DeepseekV41ModelState):
         report = self.record_metadata_graphs(*where)
         if is_global_first_rank():
             logger.info("DeepSeek-V4.1 decode: %s.", report.line())
+            shortfall = self.graphs.coverage.shortfall(self.max_num_reqs)
+            if shortfall is not None:
+                logger.warning("DeepSeek-V4.1 decode: %s.", shortfall)
         super().capture_inner_cudagraphs(*where)
 
     def record_metadata_graphs(
@@ -301,5 +306,5 @@ def _log_stats(
     model_state: "weakref.ref[DeepseekV41DeviceMetadataModelState]",
 ) -> None:
     state = model_state()
-    if state is not None and state.graphs.stats.full_decode_steps:
+    if state is not None and state.graphs.stats.decode_steps:
         logger.info("%s", state.graphs.stats.line())

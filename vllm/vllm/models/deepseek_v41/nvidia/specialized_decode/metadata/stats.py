@@ -54,12 +54,19 @@ class MetadataGraphStats:
     @property
     def ways(self) -> Counter[Way]:
         """Steps that ran a FULL CUDA graph."""
-        eager = sum(n for why, n in self.eager.items() if why != Eager.NOT_FULL)
+        without = Eager.NOT_FULL, Eager.BEYOND_GRAPHS
+        eager = sum(n for why, n in self.eager.items() if why not in without)
         return self.served + Counter({Way.EAGER: eager})
 
     @property
     def full_decode_steps(self) -> int:
         return self.ways.total()
+
+    @property
+    def decode_steps(self) -> int:
+        """Of which the log tells: those, and those that no FULL graph is large
+        enough for."""
+        return self.full_decode_steps + self.eager[Eager.BEYOND_GRAPHS]
 
     def take(self) -> list[tuple[str, str, int]]:
         """The steps since the last call, as (way, reason, steps).
@@ -94,10 +101,10 @@ class MetadataGraphStats:
         )
 
     def due_line(self) -> str | None:
-        """``line()``, or None where no FULL decode step ran since the last one;
+        """``line()``, or None where there was no decode step since the last one;
         sets ``line_due`` anew."""
         self.line_due = time.monotonic() + _LOG_INTERVAL_S
-        if self.full_decode_steps == self._logged_steps:
+        if self.decode_steps == self._logged_steps:
             return None
-        self._logged_steps = self.full_decode_steps
+        self._logged_steps = self.decode_steps
         return self.line()

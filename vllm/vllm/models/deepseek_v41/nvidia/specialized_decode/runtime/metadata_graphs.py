@@ -25,6 +25,7 @@ from vllm.logger import init_logger
 from vllm.utils.math_utils import round_up
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
+from ..metadata.coverage import Coverage
 from ..metadata.forked_build import forked_build
 from ..metadata.fused_build import AttnGroups, BuildFn, FusedBuild
 from ..metadata.graph_capture import record
@@ -77,6 +78,8 @@ class AttnMetadataCudaGraphs:
         ``replay`` come to, without a call."""
         self._side_streams: list[torch.cuda.Stream] = []
         self._can_record: bool | None = None
+        self.coverage = Coverage()
+        """Of the FULL graphs that the model state has told of."""
         self.stats = MetadataGraphStats()
 
     def __len__(self) -> int:
@@ -92,6 +95,8 @@ class AttnMetadataCudaGraphs:
         reason."""
         found = key_of(input_batch, cudagraph_mode, self._varlen)
         if isinstance(found, Eager):
+            if found == Eager.NOT_FULL and self.coverage.is_exceeded_by(input_batch):
+                found = Eager.BEYOND_GRAPHS
             self.build_eagerly(found)
             return None
         return found
