@@ -237,6 +237,21 @@ def test_metadata_graphs_without_effect_are_told(config, warnings, value, warned
         assert f"metadata_graphs={value} has no effect: the stock" in warnings[0]
 
 
+@pytest.mark.parametrize("backend", ["auto", "stock"])
+@pytest.mark.parametrize(("drafts", "warned"), [(0, False), (5, False), (6, True)])
+def test_drafts_longer_than_their_training_are_warned_of(
+    config, warnings, backend, drafts, warned
+):
+    config.speculative_config = vllm_config(1 + drafts).speculative_config
+    config.additional_config = {"decode_backend": backend}
+    decode_deployment(config)
+    line = (
+        "DeepSeek-V4.1 decode: num_speculative_tokens=6 is more than the blocks of 5 "
+        "tokens that the draft is trained for: acceptance falls. Use 5 or fewer."
+    )
+    assert warnings == [line] * warned
+
+
 @pytest.mark.parametrize("value", ["auto", "replay", "launch", "eager"])
 def test_metadata_graphs_go_with_every_backend(config, value):
     for backend, records in (

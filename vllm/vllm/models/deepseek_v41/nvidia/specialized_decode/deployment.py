@@ -302,6 +302,28 @@ def _warn_of_no_effect(metadata_graphs: MetadataGraphs, why: str) -> None:
     )
 
 
+def _warn_of_long_drafts(vllm_config: VllmConfig) -> None:
+    """Say where DSpark is asked for more tokens than its blocks are trained for, which
+    it drafts all the same."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or not speculative.use_dspark():
+        return
+    draft = speculative.draft_model_config.hf_config
+    block_size = getattr(draft, "block_size", None)
+    if block_size is None:
+        block_size = getattr(draft, "dspark_block_size", None)
+    asked = speculative.num_speculative_tokens
+    if block_size is not None and asked > block_size:
+        logger.warning_once(
+            "DeepSeek-V4.1 decode: num_speculative_tokens=%d is more than the blocks "
+            "of %d tokens that the draft is trained for: acceptance falls. Use %d or "
+            "fewer.",
+            asked,
+            block_size,
+            block_size,
+        )
+
+
 def decode_deployment(vllm_config: VllmConfig) -> Deployment:
     """The decode of this deployment; collective over the TP group.
 
@@ -313,6 +335,7 @@ def decode_deployment(vllm_config: VllmConfig) -> Deployment:
     backend = requested_backend(vllm_config.additional_config)
     # A bad value is told whatever the decode.
     metadata_graphs = requested_metadata_graphs(vllm_config.additional_config)
+    _warn_of_long_drafts(vllm_config)
     if backend == DecodeBackend.STOCK:
         logger.info_once("DeepSeek-V4.1 decode: stock (decode_backend=stock).")
         if metadata_graphs not in (MetadataGraphs.AUTO, MetadataGraphs.EAGER):
