@@ -416,6 +416,7 @@ def test_long_conflict_is_cut():
 
 
 def test_faults_of_an_installation(stacked, monkeypatch, capfd):
+    monkeypatch.delenv("VLLM_USE_RUST_FRONTEND", raising=False)
     loaded = stack.load(stacked.repo)
     facts = Facts(
         python="python",
@@ -450,6 +451,11 @@ def test_faults_of_an_installation(stacked, monkeypatch, capfd):
         "GPU      none that torch sees",
         "decode   vllm does not import",
     ]
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    assert doctor.words(loaded, facts)[1] == (
+        "reports  unknown, in the log alone: VLLM_USE_RUST_FRONTEND takes vLLM's Rust "
+        "front end"
+    )
 
 
 def test_words_of_a_rebase(stacked, tmp_path):

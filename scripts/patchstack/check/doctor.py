@@ -19,6 +19,8 @@ from ..tree.marker import WHEEL_SOURCE, read_wheel_files
 
 _INSTALL = "pip install -e vllm"
 _REINSTALL = "install the wheel that scripts/wheel.sh makes now"
+# Its /version and metrics are its own.
+_RUST_FRONT_END = "VLLM_USE_RUST_FRONTEND"
 
 
 @dataclass(frozen=True)
@@ -255,13 +257,20 @@ def _binaries(stack: Stack, facts: Facts, wheel: Path | None) -> list[str]:
     return [f"{some(wrong)} differ from the release wheel: {remedy}"]
 
 
+def _in_the_log_alone() -> str:
+    """What the environment leaves of an engine's report; empty if all."""
+    if os.environ.get(_RUST_FRONT_END, "0") in ("", "0"):
+        return ""
+    return f", in the log alone: {_RUST_FRONT_END} takes vLLM's Rust front end"
+
+
 def words(stack: Stack, facts: Facts) -> list[str]:
     """Return the facts for people, a line each."""
     versions = ", ".join(f"{name} {it}" for name, it in facts.versions.items() if it)
     vllm = f"{facts.version} in {facts.package}"
     return [
         f"stack    vLLM {stack.base.version}, stack {stack.digest[:12]}",
-        f"reports  {facts.identity}",
+        f"reports  {facts.identity}{_in_the_log_alone()}",
         f"python   {facts.python} ({facts.python_version})",
         f"vllm     {vllm if facts.version else 'not installed'}",
         f"with     {versions or 'none of the packages it builds on'}",
