@@ -1,5 +1,6 @@
 """The real upstream builders on a CPU, under the Triton interpreter."""
 
+import logging
 import os
 import sys
 import types
@@ -73,3 +74,23 @@ def packages(monkeypatch):
     monkeypatch.setenv("LMCACHE_USE_UPSTREAM_MP", "1")
     with connector_packages.pretended():
         yield
+
+
+class Log(logging.Handler):
+    """Keeps the lines that the decode package logs from a warning on."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+@pytest.fixture
+def log():
+    handler = Log()
+    logger = logging.getLogger("vllm.models.deepseek_v41.nvidia.specialized_decode")
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)

@@ -336,6 +336,7 @@ class Rig:
         adaptive: bool = False,
         stage: Collection[str] = LAYERS,
         max_model_len: int = MAX_MODEL_LEN,
+        verify: int = 0,
     ) -> None:
         self.architecture = architecture
         self.query_len = query_len
@@ -343,7 +344,10 @@ class Rig:
         self.config = vllm_config(
             query_len,
             architecture,
-            additional_config={"metadata_graphs": way.metadata_graphs},
+            additional_config={
+                "metadata_graphs": way.metadata_graphs,
+                "metadata_graphs_verify": verify,
+            },
             adaptive=adaptive,
             max_model_len=max_model_len,
         )

@@ -282,6 +282,22 @@ def test_unknown_metadata_graphs_are_errors_whatever_the_decode(config, backend,
         decode_deployment(config)
 
 
+@pytest.mark.parametrize("value", [-1, True, 2.0, "10", None])
+def test_a_verification_that_makes_no_sense_is_an_error(config, value):
+    config.additional_config = {"metadata_graphs_verify": value}
+    with pytest.raises(ValueError, match="use a number of steps, or 0 for none"):
+        decode_deployment(config)
+
+
+@pytest.mark.parametrize("setting", ["decode_backend", "metadata_graphs"])
+def test_a_verification_without_effect_is_told(config, warnings, setting):
+    value = "stock" if setting == "decode_backend" else "eager"
+    config.additional_config = {setting: value, "metadata_graphs_verify": 10}
+    decode_deployment(config)
+    [warning] = warnings
+    assert "metadata_graphs_verify=10 has no effect: " in warning
+
+
 def test_metadata_graphs_are_auto_unless_asked_for():
     for nothing in ({}, None, {"decode_backend": "stock"}):
         assert requested_metadata_graphs(nothing) == "auto"

@@ -1,7 +1,6 @@
 """A fused build serves only after it was held to upstream's builders; what it does
 not know, or gets wrong, those go on to build."""
 
-import logging
 import re
 from dataclasses import replace
 
@@ -14,7 +13,6 @@ from vllm.models.deepseek_v41.compressor import CompressorMetadataBuilder
 from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata import (
     fused_build,
     jobs,
-    proven_builds,
 )
 from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.fused_build import (
     FusedBuild,
@@ -242,25 +240,6 @@ def test_the_check_leaves_everything_as_it_was(make_small_rig, monkeypatch, outc
             difference_from_upstream(build, build_upstream, MAX_MODEL_LEN)
     for tensor, value in zip(everything, before, strict=True):
         assert torch.equal(tensor, value)
-
-
-class Log(logging.Handler):
-    def __init__(self):
-        super().__init__(logging.WARNING)
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
-
-@pytest.fixture
-def log():
-    log = Log()
-    for module in (proven_builds, fused_build):
-        module.logger.addHandler(log)
-    yield log
-    for module in (proven_builds, fused_build):
-        module.logger.removeHandler(log)
 
 
 def wrong_ring_jobs(builder, metadata, source):

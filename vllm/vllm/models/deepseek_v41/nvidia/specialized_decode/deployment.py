@@ -22,12 +22,15 @@ a step that it cannot serve falls to a later one of
   of it;
 - ``eager``: upstream's builders run on the host, with nothing of ours.
 
+``metadata_graphs_verify`` N holds every N-th step so served to upstream's builders; 0,
+the default, none. It is for finding faults: each such step waits for the device.
+
 This module states every requirement once, with its reason. They all read
 configuration that the ranks of a TP group share; the verdict is agreed over the group
 all the same, so that no rank can go its own way.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeVar
@@ -213,7 +216,8 @@ class Deployment:
 
 
 _Setting = TypeVar("_Setting", bound=StrEnum)
-_SETTINGS = ("decode_backend", "metadata_graphs")
+_VERIFY = "metadata_graphs_verify"
+_SETTINGS = ("decode_backend", "metadata_graphs", _VERIFY)
 
 
 def _requested(additional_config: Any, key: str, values: type[_Setting]) -> _Setting:
@@ -228,7 +232,7 @@ def _requested(additional_config: Any, key: str, values: type[_Setting]) -> _Set
     if unknown:
         raise ValueError(
             f"Unknown additional_config key(s) {', '.join(unknown)}: "
-            f"DeepSeek-V4.1 takes {' and '.join(map(repr, _SETTINGS))}."
+            f"DeepSeek-V4.1 takes {', '.join(map(repr, _SETTINGS))}."
         )
     value = additional_config.get(key, "auto")
     try:
@@ -248,6 +252,19 @@ def requested_backend(additional_config: Any) -> DecodeBackend:
 def requested_metadata_graphs(additional_config: Any) -> MetadataGraphs:
     """The ``metadata_graphs`` of ``additional_config``; ValueError on a bad one."""
     return _requested(additional_config, "metadata_graphs", MetadataGraphs)
+
+
+def requested_verification(additional_config: Any) -> int:
+    """The ``metadata_graphs_verify`` of ``additional_config``, 0 where there is none;
+    ValueError on a bad one."""
+    if not isinstance(additional_config, dict):
+        return 0
+    every = additional_config.get(_VERIFY, 0)
+    if isinstance(every, bool) or not isinstance(every, int) or every < 0:
+        raise ValueError(
+            f"Unknown {_VERIFY} {every!r}: use a number of steps, or 0 for none."
+        )
+    return every
 
 
 def _missing(
@@ -294,12 +311,67 @@ def _agreed(*here: bool) -> tuple[bool, ...]:
     return tuple(map(bool, flags.tolist()))
 
 
-def _warn_of_no_effect(metadata_graphs: MetadataGraphs, why: str) -> None:
-    logger.warning_once(
-        "DeepSeek-V4.1 decode: metadata_graphs=%s has no effect: %s.",
-        metadata_graphs,
-        why,
-    )
+def _warn_of_no_effect(
+    additional_config: Any, why: str, *heeded: MetadataGraphs
+) -> None:
+    """Name the settings of device metadata that a decode ignores: all but ``auto`` and
+    what is ``heeded``."""
+    settings: dict[str, Any] = {}
+    metadata_graphs = requested_metadata_graphs(additional_config)
+    if metadata_graphs not in (MetadataGraphs.AUTO, *heeded):
+        settings["metadata_graphs"] = metadata_graphs
+    verify_every = requested_verification(additional_config)
+    if verify_every:
+        settings[_VERIFY] = verify_every
+    for setting, value in settings.items():
+        logger.warning_once(
+            "DeepSeek-V4.1 decode: %s=%s has no effect: %s.", setting, value, why
+        )
+
+
+_METADATA = "device metadata"
+_KERNELS = "Hopper kernels"
+_EXECUTOR = "upstream's executor"
+
+
+def _missing_on_any_rank(
+    vllm_config: VllmConfig, demanded: bool
+) -> dict[str, tuple[str, ...]]:
+    """What each decode but the stock one misses; collective over the TP group."""
+    missing = {
+        _METADATA: missing_for_device_metadata(vllm_config),
+        _KERNELS: ("decode_backend=latency_specialized",),
+        _EXECUTOR: ("decode_backend=latency_specialized",),
+    }
+    if demanded:
+        missing[_KERNELS] = missing_for_hopper_kernels(vllm_config)
+        missing[_EXECUTOR] = _missing_for_executor(vllm_config)
+    agreed = _agreed(*(not needs for needs in missing.values()))
+    for (what, needs), everywhere in zip(missing.items(), agreed, strict=True):
+        if not needs and not everywhere:
+            missing[what] = ("another tensor-parallel rank to support it",)
+    return missing
+
+
+def _check_and_log_missing(
+    missing: Mapping[str, tuple[str, ...]], demanded: bool
+) -> None:
+    """Raises ValueError where what was demanded is missing."""
+    on_hopper = current_platform.is_device_capability(HOPPER)
+    wanted = _KERNELS if on_hopper else _METADATA
+    if demanded and missing[wanted]:
+        raise ValueError(
+            f"decode_backend=latency_specialized needs {'; '.join(missing[wanted])}. "
+            "Use decode_backend=auto to serve without a specialized decode."
+        )
+    for what, needs in missing.items():
+        # What no one asked for, or no such GPU can have, is not missed.
+        if needs and (what == _METADATA or (demanded and not on_hopper)):
+            logger.info_once(
+                "DeepSeek-V4.1 decode: without %s, which needs %s.",
+                what,
+                "; ".join(needs),
+            )
 
 
 def _warn_of_long_drafts(vllm_config: VllmConfig) -> None:
@@ -332,59 +404,39 @@ def decode_deployment(vllm_config: VllmConfig) -> Deployment:
     Raises ValueError on a bad ``additional_config``, and on every rank when
     ``latency_specialized`` is asked for and a rank cannot have it.
     """
-    backend = requested_backend(vllm_config.additional_config)
+    config = vllm_config.additional_config
+    backend = requested_backend(config)
     # A bad value is told whatever the decode.
-    metadata_graphs = requested_metadata_graphs(vllm_config.additional_config)
+    metadata_graphs = requested_metadata_graphs(config)
+    requested_verification(config)
     _warn_of_long_drafts(vllm_config)
     if backend == DecodeBackend.STOCK:
         logger.info_once("DeepSeek-V4.1 decode: stock (decode_backend=stock).")
-        if metadata_graphs not in (MetadataGraphs.AUTO, MetadataGraphs.EAGER):
-            _warn_of_no_effect(metadata_graphs, "the stock decode builds eagerly")
+        _warn_of_no_effect(
+            config, "the stock decode builds eagerly", MetadataGraphs.EAGER
+        )
         return Deployment()
 
     demanded = backend == DecodeBackend.LATENCY_SPECIALIZED
-    missing = {
-        "device metadata": missing_for_device_metadata(vllm_config),
-        "Hopper kernels": ("decode_backend=latency_specialized",),
-        "upstream's executor": ("decode_backend=latency_specialized",),
-    }
-    if demanded:
-        missing["Hopper kernels"] = missing_for_hopper_kernels(vllm_config)
-        missing["upstream's executor"] = _missing_for_executor(vllm_config)
-    agreed = _agreed(*(not needs for needs in missing.values()))
-    for (what, needs), everywhere in zip(missing.items(), agreed, strict=True):
-        if not needs and not everywhere:
-            missing[what] = ("another tensor-parallel rank to support it",)
-    device_metadata, hopper_kernels, executor = agreed
-
-    if executor:
+    missing = _missing_on_any_rank(vllm_config, demanded)
+    if not missing[_EXECUTOR]:
         from . import specialized_decode_config
 
-        if metadata_graphs != MetadataGraphs.AUTO:
-            _warn_of_no_effect(metadata_graphs, "upstream's executor replays its own")
+        _warn_of_no_effect(config, "upstream's executor replays its own")
         return Deployment(executor=specialized_decode_config(vllm_config))
-    on_hopper = current_platform.is_device_capability(HOPPER)
-    wanted = "Hopper kernels" if on_hopper else "device metadata"
-    if demanded and missing[wanted]:
-        raise ValueError(
-            f"decode_backend=latency_specialized needs {'; '.join(missing[wanted])}. "
-            "Use decode_backend=auto to serve without a specialized decode."
+    _check_and_log_missing(missing, demanded)
+    if metadata_graphs == MetadataGraphs.EAGER:
+        _warn_of_no_effect(
+            config, "metadata_graphs=eager builds eagerly", MetadataGraphs.EAGER
         )
-    for what, needs in missing.items():
-        # What no one asked for, or no such GPU can have, is not missed.
-        if needs and (what == "device metadata" or (demanded and not on_hopper)):
-            logger.info_once(
-                "DeepSeek-V4.1 decode: without %s, which needs %s.",
-                what,
-                "; ".join(needs),
-            )
+    hopper_kernels = not missing[_KERNELS]
     if hopper_kernels:
         from .hopper.linear import prefer_hopper_kernel
 
         prefer_hopper_kernel()
     # The lines that say what is served how follow the loading and the capture.
     return Deployment(
-        device_metadata, hopper_kernels, missing=missing["device metadata"]
+        not missing[_METADATA], hopper_kernels, missing=missing[_METADATA]
     )
 
 

@@ -19,7 +19,7 @@ from vllm.logger import init_logger
 from vllm.v1.worker.utils import AttentionGroup
 
 from .jobs import DecodeInputs, NotFusedError, Schedule, jobs_of
-from .kernel import Job, job_table, longest_window, write_decode_metadata
+from .kernel import Job, Kind, job_table, longest_window, write_decode_metadata
 from .key import GraphKey
 from .tensors import View
 
@@ -126,6 +126,15 @@ class FusedBuild:
         for schedule in self._schedules:
             if schedule.job is None:
                 schedule.write()
+
+    def disable(self) -> None:
+        """Let no launch write anything any more, those in captured graphs included.
+
+        What DeepGEMM makes beside it is what upstream's builder lets it make.
+        """
+        # A table without columns.
+        nothing = Job(Kind.TABLE, (0, 0, 0, 0))
+        self._job_table.copy_(torch.tensor(nothing.row()))
 
     @property
     def knows_schedules(self) -> bool:

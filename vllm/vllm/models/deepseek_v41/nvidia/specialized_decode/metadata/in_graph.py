@@ -61,14 +61,19 @@ class InGraphBuilds:
         """A graph of ``key`` is captured without its build."""
         self._left_out.add(key)
 
-    def captured(self) -> dict[GraphKey, dict[str, Any]]:
+    def captured(self) -> dict[GraphKey, tuple[dict[str, Any], FusedBuild]]:
         """The keys all of whose graphs hold their build, with metadata for whoever
-        asks for the step's."""
+        asks for the step's, and the build."""
         return {
-            key: self._metadata[key]
-            for key in self._captured
+            key: (self._metadata[key], builds[-1])
+            for key, builds in self._captured.items()
             if key not in self._left_out
         }
+
+    def disable(self, key: GraphKey) -> None:
+        """Let the graphs of ``key`` leave their metadata as they find it."""
+        for build in self._captured[key]:
+            build.disable()
 
     def release(self) -> None:
         """Forget the graphs of the last capture."""

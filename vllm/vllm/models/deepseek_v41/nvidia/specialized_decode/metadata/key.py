@@ -50,6 +50,8 @@ class Eager(StrEnum):
     """The step's buffers are not those of the recording."""
     USED_HOLDER = "used_holder"
     """A forward has filled the recorded object's one-step state."""
+    DIFFERED = "differed"
+    """An earlier step of the key was verified, and was not as upstream's build."""
     UNRECORDED = "unrecorded"
     """The key has no recording."""
 

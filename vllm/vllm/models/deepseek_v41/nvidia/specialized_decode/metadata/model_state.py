@@ -8,7 +8,8 @@ of this folder names the ways.
 import atexit
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,11 @@ from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
 
 from ...model_state import DeepseekV41ModelState
-from ..deployment import MetadataGraphs, requested_metadata_graphs
+from ..deployment import (
+    MetadataGraphs,
+    requested_metadata_graphs,
+    requested_verification,
+)
 from ..runtime.metadata_graphs import AttnMetadataCudaGraphs
 from .flashmla_plan import PlanSharing
 from .fused_build import AttnGroups
@@ -34,6 +39,7 @@ from .padded_builds import PaddedBuilds
 from .proven_builds import ProvenBuilds
 from .recording import MAX_SECONDS, Recorder, Report
 from .stats import Way
+from .verify import Verifier
 
 logger = init_logger(__name__)
 
@@ -66,6 +72,8 @@ class DeepseekV41DeviceMetadataModelState(DeepseekV41ModelState):
         # Leading rows of _replay_start known to hold zeros, as all do when made.
         self._zero_replay_starts = self._replay_start.shape[0]
         self._plan_sharing: PlanSharing | None = None
+        self._verify_every = requested_verification(vllm_config.additional_config)
+        self._verifier: Verifier | None = None
         if is_global_first_rank():
             atexit.register(_log_stats, weakref.ref(self))
 
@@ -89,6 +97,7 @@ class DeepseekV41DeviceMetadataModelState(DeepseekV41ModelState):
         self._max_query_lens.clear()
         self._recorded_owners = None
         self._plan_sharing = None
+        self._verifier = None
 
     def build_in_graph(
         self,
@@ -160,8 +169,12 @@ class DeepseekV41DeviceMetadataModelState(DeepseekV41ModelState):
             attn_groups,
         )
         self.graphs.release()
-        for key, attn_metadata in self.in_graph.captured().items():
-            self.graphs.keep(key, Way.IN_GRAPH, attn_metadata, _nothing)
+        for key, (attn_metadata, build) in self.in_graph.captured().items():
+            self.graphs.keep(key, Way.IN_GRAPH, attn_metadata, _nothing, build)
+        if self._verify_every:
+            self._verifier = Verifier(self._verify_every, builds)
+            # The fast path of ``prepare_attn`` verifies nothing.
+            self.graphs.in_graph.clear()
         recorder = Recorder(
             self.graphs, self.proven_builds, builds, self.metadata_graphs
         )
@@ -227,17 +240,8 @@ class DeepseekV41DeviceMetadataModelState(DeepseekV41ModelState):
         *args: Any,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        attn_metadata = None
-        key = self.graphs.key(input_batch, cudagraph_mode)
-        if key is not None:
-            starts = input_batch.query_start_loc
-            owners = _owners(starts, block_tables, slot_mappings, attn_groups)
-            attn_metadata = self._refreshed(key, owners, attn_groups)
-        if time.monotonic() >= self.graphs.stats.line_due:
-            self._log_stats()
-        if attn_metadata is not None:
-            return attn_metadata
-        attn_metadata = super()._build_attn_metadata(
+        build_eagerly = partial(
+            super()._build_attn_metadata,
             input_batch,
             cudagraph_mode,
             block_tables,
@@ -246,6 +250,19 @@ class DeepseekV41DeviceMetadataModelState(DeepseekV41ModelState):
             *args,
             **kwargs,
         )
+        attn_metadata = None
+        key = self.graphs.key(input_batch, cudagraph_mode)
+        if key is not None:
+            starts = input_batch.query_start_loc
+            owners = _owners(starts, block_tables, slot_mappings, attn_groups)
+            attn_metadata = self._refreshed(key, owners, attn_groups)
+        if time.monotonic() >= self.graphs.stats.line_due:
+            self._log_stats()
+        if key is not None and attn_metadata is not None:
+            if self._verifier is not None and self._verifier.due():
+                self._verify(key, input_batch.num_tokens, build_eagerly)
+            return attn_metadata
+        attn_metadata = build_eagerly()
         if self._plan_sharing is None or not self._plan_sharing.is_of(attn_groups):
             self._plan_sharing = PlanSharing(attn_groups)
         self._plan_sharing.share(attn_metadata)
@@ -262,6 +279,30 @@ class DeepseekV41DeviceMetadataModelState(DeepseekV41ModelState):
         else:
             return self.graphs.replay(key)
         return None
+
+    def _verify(
+        self, key: GraphKey, num_tokens: int, build_eagerly: Callable[[], Any]
+    ) -> None:
+        """Hold the step to upstream's build, whose bytes its forward then reads."""
+        assert self._verifier is not None
+        kept = self.graphs[key]
+        difference = self._verifier.difference(key, kept, num_tokens, build_eagerly)
+        self.graphs.stats.verified += 1
+        if difference is None:
+            return
+        if kept.way == Way.IN_GRAPH:
+            self.in_graph.disable(key)
+        self.graphs.retire(key, Eager.DIFFERED)
+        logger.error(
+            "DeepSeek-V4.1 decode: the metadata of a step of %d tokens in the graph of "
+            "%d requests and %d tokens, served %s, differ from upstream's in %s. Steps "
+            "of that graph build eagerly from now on. Please report this.",
+            num_tokens,
+            key.num_reqs,
+            key.num_tokens,
+            kept.way,
+            difference,
+        )
 
     def _upload_replay_start(self, values: np.ndarray, num_reqs: int) -> torch.Tensor:
         # Decode steps have no replay start: once the rows hold zeros, uploading

@@ -8,24 +8,19 @@ builders write must come out the same. This runs at start-up and may wait for th
 device.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from .fused_build import FusedBuild, UpstreamBuild
-from .kernel import Kind
+from .outputs import Padding, outputs_of, paddings, same_rows
 from .steps import decode_steps
-from .tensors import View, tensors
 
 # Of device memory for copies at one time: block tables of many long contexts take
 # hundreds, and the KV cache has been given all but little of the memory.
 _MAX_COPIED = 64 * 2**20
-
-
-# Whether rows hold what padding may.
-_Padding = Callable[[torch.Tensor], bool]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,15 +33,10 @@ class _Rows:
     first: int = 0
     """Where in the buffer they begin."""
 
-    def same(self, want: torch.Tensor, real: int, padding: _Padding | None) -> bool:
+    def same(self, want: torch.Tensor, real: int, padding: Padding | None) -> bool:
         """Whether they hold ``want`` now; from row ``real`` of the buffer on, what is
         ``padding`` will do."""
-        if torch.equal(self.now, want):
-            return True
-        if padding is None:
-            return False
-        real = max(0, real - self.first)
-        return torch.equal(self.now[:real], want[:real]) and padding(self.now[real:])
+        return same_rows(self.now, want, max(0, real - self.first), padding)
 
 
 def difference_from_upstream(
@@ -61,12 +51,12 @@ def difference_from_upstream(
     """
     inputs = build.inputs
     *arrays, tables, slot_mappings = inputs
-    outputs = _outputs_of(build)
+    outputs = outputs_of(build.attn_metadata, inputs)
     # Builders clamp tables in place.
     compared = outputs | {f"block table {i}": table for i, table in enumerate(tables)}
     num_reqs, num_tokens = inputs.num_reqs, inputs.num_tokens
     varlen = build.max_query_len is not None
-    padding = _paddings(build) if varlen else {}
+    padding = paddings(build.jobs, outputs, num_reqs) if varlen else {}
     steps = decode_steps(build.jobs, num_reqs, num_tokens, build.max_query_len, max_len)
     with (
         _restored([*arrays, slot_mappings]),
@@ -104,47 +94,6 @@ def difference_from_upstream(
                     if not rows.same(want, real, may_be):
                         return rows.path
     return None
-
-
-def _outputs_of(build: FusedBuild) -> dict[str, torch.Tensor]:
-    """The device tensors of the metadata that are no inputs, by path, each view
-    once."""
-    storages = {_storage(tensor) for tensor in build.inputs.tensors()}
-    device = build.inputs.seq_lens.device
-    views = {
-        View.of(tensor): (path, tensor)
-        for path, tensor in tensors(build.attn_metadata)
-        if tensor.numel()
-        and tensor.device == device
-        and not path.endswith("_cpu")
-        and _storage(tensor) not in storages
-    }
-    return dict(views.values())
-
-
-def _paddings(build: FusedBuild) -> dict[str, _Padding]:
-    """What rows of padding may hold that upstream leaves arbitrary after a step of
-    fewer tokens than a variable-length graph has, and no kernel reads, by path."""
-    may_be: dict[Kind, _Padding] = {
-        # An index, and masked wherever it is used as one.
-        Kind.REQUEST: lambda rows: bool(
-            ((rows >= 0) & (rows < build.inputs.num_reqs)).all()
-        ),
-        # Upstream's is in the ring of the first request, where padding writes nothing.
-        Kind.RING_SLOT: lambda rows: bool((rows == -1).all()),
-        # Without a context no column is read; the first is that of the null block.
-        Kind.TOKEN_TABLE: lambda rows: bool((rows[:, 0] == 0).all()),
-    }
-    kinds = {job.outs[0]: job.kind for job in build.jobs if job.kind in may_be}
-    return {
-        path: may_be[kinds[tensor.data_ptr()]]
-        for path, tensor in _outputs_of(build).items()
-        if tensor.data_ptr() in kinds
-    }
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _as(tensor: torch.Tensor, poison: int) -> int | bool:

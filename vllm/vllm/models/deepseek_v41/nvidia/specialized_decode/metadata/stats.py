@@ -32,6 +32,8 @@ class MetadataGraphStats:
     in_graph: int = 0
     """Steps of ``Way.IN_GRAPH`` beyond those in ``refreshed``: all their host does
     is to count, and a Counter would take as long as the rest."""
+    verified: int = 0
+    """Served steps that were held to upstream's build."""
     eager: Counter[Eager] = field(default_factory=Counter)
     line_due: float = field(
         default_factory=lambda: time.monotonic() + _LOG_INTERVAL_S, repr=False
@@ -96,8 +98,10 @@ class MetadataGraphStats:
         reasons = ", ".join(
             f"{why}={count}" for why, count in sorted(self.eager.items()) if count
         )
-        return f"decode metadata: {counts} full_decode_steps={ways.total()}" + (
-            f" ({reasons})" if reasons else ""
+        verified = f" verified={self.verified}" if self.verified else ""
+        return (
+            f"decode metadata: {counts} full_decode_steps={ways.total()}{verified}"
+            + (f" ({reasons})" if reasons else "")
         )
 
     def due_line(self) -> str | None:

@@ -42,7 +42,9 @@ class NotRecordableError(RuntimeError):
     """A recorded build would not refresh what the forward graphs read."""
 
 
-class _Kept(NamedTuple):
+class Kept(NamedTuple):
+    """How the steps of a key get their metadata."""
+
     way: Way
     # Refreshes what the forward graph reads.
     refresh: Callable[[], None]
@@ -72,7 +74,9 @@ class AttnMetadataCudaGraphs:
         self.vllm_config = vllm_config
         self._decode_query_len = decode_query_len
         self._varlen = varlen
-        self._graphs: dict[GraphKey, _Kept] = {}
+        self._graphs: dict[GraphKey, Kept] = {}
+        # Why keys that were kept are no longer.
+        self._retired: dict[GraphKey, Eager] = {}
         self.in_graph: dict[GraphKey, dict[str, Any]] = {}
         """The metadata of the steps whose forward graph refreshes it: what ``key`` and
         ``replay`` come to, without a call."""
@@ -87,6 +91,9 @@ class AttnMetadataCudaGraphs:
 
     def __contains__(self, key: GraphKey) -> bool:
         return key in self._graphs
+
+    def __getitem__(self, key: GraphKey) -> Kept:
+        return self._graphs[key]
 
     def key(
         self, input_batch: InputBatch, cudagraph_mode: CUDAGraphMode
@@ -179,7 +186,7 @@ class AttnMetadataCudaGraphs:
         """Serve ``key`` by ``refresh``, which refreshes ``attn_metadata`` and reads the
         jobs of ``fused``. No forward has been given that metadata."""
         holders = OneStepHolders.of(attn_metadata)
-        self._graphs[key] = _Kept(way, refresh, attn_metadata, holders, fused)
+        self._graphs[key] = Kept(way, refresh, attn_metadata, holders, fused)
         if way == Way.IN_GRAPH:
             self.in_graph[key] = attn_metadata
 
@@ -197,17 +204,19 @@ class AttnMetadataCudaGraphs:
         """
         kept = self._graphs.get(key)
         if kept is None:
-            logger.warning_once(
-                "DeepSeek-V4.1 decode: no recorded attention-metadata build for %d of "
-                "%d requests and %d of %d tokens; such steps build it eagerly.",
-                *key,
-            )
-            self.build_eagerly(Eager.UNRECORDED)
+            why = self._retired.get(key, Eager.UNRECORDED)
+            if why == Eager.UNRECORDED:
+                logger.warning_once(
+                    "DeepSeek-V4.1 decode: no recorded attention-metadata build for %d "
+                    "of %d requests and %d of %d tokens; such steps build it eagerly.",
+                    *key,
+                )
+            self.build_eagerly(why)
             return None
         if kept.holders.used():
             # Whoever used it has broken the rule above. The buffers are right all
             # the same, but the object is not fit to be handed out again.
-            del self._graphs[key]
+            self.retire(key, Eager.USED_HOLDER)
             logger.error(
                 "DeepSeek-V4.1 decode: a forward has used recorded attention "
                 "metadata; its steps build eagerly from now on. Please report this."
@@ -218,8 +227,15 @@ class AttnMetadataCudaGraphs:
         self.stats.refreshed[kept.way] += 1
         return kept.attn_metadata
 
+    def retire(self, key: GraphKey, why: Eager) -> None:
+        """Let the steps of ``key`` build eagerly from now on, counted as ``why``."""
+        del self._graphs[key]
+        self.in_graph.pop(key, None)
+        self._retired[key] = why
+
     def release(self) -> None:
         """Drop the recordings and the verdict of ``can_record``."""
         self._graphs.clear()
+        self._retired.clear()
         self.in_graph.clear()
         self._can_record = None
