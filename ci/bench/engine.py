@@ -42,6 +42,7 @@ class Request:
     forward_heads: dict[str, list[str]]
     batches: list[int]
     query_len: int
+    max_model_len: int
     steps: int
     new_tokens: int
     upstream: str | None
@@ -70,7 +71,7 @@ def measure(request: Request) -> Measured:
         request.query_len,
         decode_backend="auto",
         metadata_graphs="auto" if in_graph else "replay",
-        max_model_len=2048,
+        max_model_len=request.max_model_len,
         gpu_memory_utilization=0.6,
     )
     if not in_graph and "replay" not in switch.recordings:
@@ -79,8 +80,8 @@ def measure(request: Request) -> Measured:
     heads: dict[str, list[str]] = {}
     for batch in request.batches:
         _say(
-            f"{request.proxy} layers, query length {request.query_len}, batch {batch}: "
-            f"{', '.join(request.paths)}"
+            f"{request.proxy} layers, query length {request.query_len}, max_model_len "
+            f"{request.max_model_len}, batch {batch}: {', '.join(request.paths)}"
         )
         run = _Runs(engine, batch)
         # Kernels compile and caches fill here.
@@ -106,6 +107,7 @@ def measure(request: Request) -> Measured:
                     proxy=request.proxy,
                     batch=batch,
                     query_len=request.query_len,
+                    max_model_len=request.max_model_len,
                     path=path,
                     steps=len(host_us),
                     host_us_p50=percentile(host_us, 50),

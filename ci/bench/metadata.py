@@ -1,7 +1,7 @@
 """``scripts/bench.sh metadata``: metadata builds by each of the paths.
 
-Two engine processes for each proxy and query length. In the first, eager, ported
-and replay take turns over the decode steps of the same requests (see
+Two engine processes for each proxy, query length and max_model_len. In the first,
+eager, ported and replay take turns over the decode steps of the same requests (see
 ``bench.switch``); the second has the build inside its forward graphs. Each starts
 where the one before has left the compile caches warm.
 """
@@ -24,8 +24,10 @@ from proxy_model.config import TOPOLOGIES
 from proxy_model.write import write
 
 from .ported import RELATIVE
-from .records import PATHS, Record, aims, table
+from .records import LONGEST, PATHS, Record, aims, table
 
+# Of max_model_len, in tokens: room for a run's requests.
+SHORTEST = 2048
 # The engine in the bench's own process, where its model state can be reached; no
 # sampler that compiles; no network.
 ENVIRONMENT = {
@@ -71,6 +73,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="tokens a request decodes per step; above 1 with DSpark (default: 1)",
     )
     parser.add_argument(
+        "--max-model-len",
+        type=numbers,
+        default=[SHORTEST],
+        metavar=f"{SHORTEST},{LONGEST}",
+        help="tokens a sequence may have, which the width of block tables follows; the "
+        f"requests stay short (default: {SHORTEST})",
+    )
+    parser.add_argument(
         "--path",
         type=paths,
         default=list(PATHS),
@@ -108,6 +118,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--batch: the engine serves 32 requests at most")
     if max(options.query_len) > 6:
         parser.error("--query-len: the proxy drafts 5 tokens at most")
+    if not all(SHORTEST <= it <= LONGEST for it in options.max_model_len):
+        parser.error(f"--max-model-len: the proxy takes {SHORTEST} to {LONGEST}")
     if options.steps < 10 or options.new_tokens < 64:
         parser.error("give 10 --steps and 64 --new-tokens or more")
     return options
@@ -150,7 +162,7 @@ def name_of_fork() -> str:
 
 
 def engines(options: argparse.Namespace) -> Iterator[list[str]]:
-    """The paths that each engine of a proxy and query length measures."""
+    """The paths that each engine of one proxy and kind of step measures."""
     apart = [path for path in options.path if path != "in_graph"]
     if "ported" in apart and find_upstream(options.base) is None:
         apart.remove("ported")
@@ -165,6 +177,7 @@ def run_engine(
     options: argparse.Namespace,
     proxy: int,
     query_len: int,
+    max_model_len: int,
     measured: Sequence[str],
     forward_heads: dict[str, list[str]],
     folder: Path,
@@ -185,6 +198,7 @@ def run_engine(
         "forward_heads": forward_heads,
         "batches": options.batch,
         "query_len": query_len,
+        "max_model_len": max_model_len,
         "steps": options.steps,
         "new_tokens": options.new_tokens,
         "upstream": str(upstream) if upstream else None,
@@ -198,8 +212,9 @@ def run_engine(
     ).returncode
     if code:
         raise Fault(
-            f"the engine of {proxy} layers at query length {query_len} failed "
-            f"({', '.join(measured)}): its log is above"
+            f"the engine of {proxy} layers at query length {query_len} and "
+            f"max_model_len {max_model_len} failed ({', '.join(measured)}): its log is "
+            "above"
         )
     written = json.loads(out.read_text())
     return [Record(**values) for values in written["records"]], written["forward_heads"]
@@ -212,11 +227,11 @@ def bench(options: argparse.Namespace) -> list[Record]:
         note("no --base: the ported path is left out")
     records: list[Record] = []
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        for proxy, query_len in product(options.proxy, options.query_len):
+        for engine in product(options.proxy, options.query_len, options.max_model_len):
             heads: dict[str, list[str]] = {}
             for measured in engines(options):
                 found, heads = run_engine(
-                    options, proxy, query_len, measured, heads, Path(folder)
+                    options, *engine, measured, heads, Path(folder)
                 )
                 records += found
                 # What is measured is kept, whatever happens to the next engine.
@@ -225,7 +240,7 @@ def bench(options: argparse.Namespace) -> list[Record]:
 
 
 def as_json(records: Sequence[Record]) -> str:
-    """The document of docs/schemas/bench-metadata.v1.json."""
+    """The document of docs/schemas/bench-metadata.v2.json."""
     return json.dumps({"records": [asdict(record) for record in records]}, indent=1)
 
 

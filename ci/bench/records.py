@@ -5,6 +5,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 PATHS = ("eager", "ported", "replay", "in_graph")
+# The most tokens that a sequence of the model may have, and the aim for what a replay
+# runs on the GPU where it may, with requests of some hundred tokens.
+LONGEST = 2**20
+LONGEST_US = 5.0
 # The aim of a replay at batch 1, as a factor below the eager build.
 AIM = 20.0
 # Aims of the build inside the forward graph.
@@ -21,6 +25,7 @@ class Record:
     """One path at one batch size of one proxy.
 
     Attributes:
+        max_model_len: Tokens that a sequence may have; those of the run have less.
         path: ``eager`` is the stock decode and ``ported`` replays the recordings
             of upstream's own class with the Hopper builders let in, both before
             upstream's forward graphs; ``replay`` and ``in_graph`` are the fork's
@@ -49,6 +54,7 @@ class Record:
     proxy: int
     batch: int
     query_len: int
+    max_model_len: int
     path: str
     steps: int
     host_us_p50: float
@@ -106,21 +112,27 @@ def _shown(value: object) -> str:
 
 def aims(records: Iterable[Record]) -> list[str]:
     """One line for each aim that the records can speak to, met or not."""
-    by_case: dict[tuple[int, int, int], dict[str, Record]] = {}
+    by_case: dict[tuple[int, int, int, int], dict[str, Record]] = {}
     for record in records:
-        shape = (record.proxy, record.batch, record.query_len)
+        shape = (record.proxy, record.batch, record.query_len, record.max_model_len)
         by_case.setdefault(shape, {})[record.path] = record
     lines = []
     # Start-up is the same for all batch sizes of an engine.
     seen = set()
-    for (proxy, batch, query_len), paths in sorted(by_case.items()):
-        case = f"{proxy} layers, batch {batch}, query length {query_len}"
+    for (proxy, batch, query_len, max_len), paths in sorted(by_case.items()):
+        case = (
+            f"{proxy} layers, batch {batch}, query length {query_len}, max_model_len "
+            f"{max_len}"
+        )
         eager, ported = paths.get("eager"), paths.get("ported")
         if (ours := paths.get("replay")) is not None:
             if batch == 1 and eager is not None:
                 lines.append(_host_aim(case, ours, eager))
-            if ported is not None and (proxy, query_len) not in seen:
-                seen.add((proxy, query_len))
+            if max_len == LONGEST:
+                lines.append(_at_most(case, ours, "device_us", LONGEST_US, " us"))
+            engine = (proxy, query_len, max_len)
+            if ported is not None and engine not in seen:
+                seen.add(engine)
                 lines += _start_up_aims(f"{proxy} layers", ours, ported)
         if (in_graph := paths.get("in_graph")) is not None:
             lines += _in_graph_aims(case, in_graph, eager)
@@ -157,12 +169,8 @@ def _in_graph_aims(case: str, ours: Record, eager: Record | None) -> list[str]:
         ("gpu_metadata_us", GPU_METADATA_US, " us"),
         ("planner_launches", PLANNERS, ""),
     ):
-        value = getattr(ours, name)
-        if value is not None:
-            lines.append(
-                f"{_verdict(value <= aim)}: {case}: in_graph {name} "
-                f"{_shown(value)}{unit} (aim {aim:.0f}{unit})"
-            )
+        if getattr(ours, name) is not None:
+            lines.append(_at_most(case, ours, name, aim, unit))
     if eager is not None and (ours.proxy, ours.batch) == (HOST_BOUND_PROXY, 1):
         factor = eager.step_ms_p50 / ours.step_ms_p50
         lines.append(
@@ -170,6 +178,14 @@ def _in_graph_aims(case: str, ours: Record, eager: Record | None) -> list[str]:
             f"faster than eager (aim {STEP_FACTOR}x)"
         )
     return lines
+
+
+def _at_most(case: str, ours: Record, name: str, aim: float, unit: str) -> str:
+    value = getattr(ours, name)
+    return (
+        f"{_verdict(value <= aim)}: {case}: {ours.path} {name} {_shown(value)}{unit} "
+        f"(aim {aim:.0f}{unit})"
+    )
 
 
 def _verdict(met: bool) -> str:

@@ -27,6 +27,7 @@ def record(**changes) -> Record:
             proxy=40,
             batch=1,
             query_len=1,
+            max_model_len=2048,
             path="replay",
             steps=120,
             host_us_p50=50.0,
@@ -49,6 +50,7 @@ def record(**changes) -> Record:
     )
 
 
+CASE = "40 layers, batch 1, query length 1, max_model_len 2048"
 EAGER = dict(path="eager", recordings=None, record_seconds=None, record_mib=None)
 
 
@@ -66,7 +68,8 @@ def test_the_records_are_what_readers_expect():
         "bench-metadata.v2", json.loads(metadata.as_json([record()]))
     )
     assert set(written["records"][0]) >= {
-        *("proxy", "batch", "query_len", "path", "host_us_p50", "host_us_p99"),
+        *("proxy", "batch", "query_len", "max_model_len"),
+        *("path", "host_us_p50", "host_us_p99"),
         *("launch_calls", "device_us", "step_ms_p50", "recordings"),
         *("step_launch_calls", "planner_launches", "gpu_metadata_us"),
         *("record_seconds", "record_mib", "torch", "gpu", "commit", "stack"),
@@ -77,7 +80,8 @@ def test_the_table_lines_up():
     lines = table([record(), record(**EAGER, host_us_p50=2500.0)]).splitlines()
     assert len(lines) == 3
     assert len({len(line) for line in lines}) == 1
-    assert lines[0].split()[:4] == ["proxy", "batch", "query_len", "path"]
+    shape = ["proxy", "batch", "query_len", "max_model_len", "path"]
+    assert lines[0].split()[:5] == shape
     assert "2500.00" in lines[2]
     assert lines[2].endswith("-")
 
@@ -85,8 +89,8 @@ def test_the_table_lines_up():
 @pytest.mark.parametrize(
     ("eager_us", "line"),
     [
-        (1000.0, "met: 40 layers, batch 1, query length 1: replay 20.0x below"),
-        (999.0, "not met: 40 layers, batch 1, query length 1: replay 20.0x"),
+        (1000.0, f"met: {CASE}: replay 20.0x below"),
+        (999.0, f"not met: {CASE}: replay 20.0x"),
     ],
 )
 def test_the_aim_at_batch_one(eager_us, line):
@@ -109,7 +113,7 @@ IN_GRAPH = dict(EAGER, path="in_graph", proxy=8, host_us_p50=10.0, gpu_metadata_
 
 def test_the_aims_of_the_build_in_the_graph():
     eager = record(**EAGER, proxy=8, step_ms_p50=4.5)
-    case = "8 layers, batch 1, query length 1: in_graph"
+    case = "8 layers, batch 1, query length 1, max_model_len 2048: in_graph"
     assert aims([eager, record(**IN_GRAPH, step_ms_p50=3.0)]) == [
         f"met: {case} host_us_p50 10.00 us (aim 10 us)",
         f"met: {case} gpu_metadata_us 15.00 us (aim 15 us)",
@@ -133,7 +137,28 @@ def test_the_aims_of_two_query_lengths_stay_apart():
     six = record(query_len=6, host_us_p50=100.0)
     lines = aims([record(), six, record(**EAGER, host_us_p50=1000.0)])
     assert len(lines) == 1
-    assert "query length 1: replay 20.0x" in lines[0]
+    assert lines[0].startswith(f"met: {CASE}: replay 20.0x")
+
+
+def test_the_aims_of_two_lengths_stay_apart():
+    long = dict(max_model_len=2**20)
+    eager = record(**EAGER, host_us_p50=1000.0)
+    lines = aims([record(), eager, record(**EAGER | long, host_us_p50=999.0)])
+    assert [line.partition(" (")[0] for line in lines] == [
+        f"met: {CASE}: replay 20.0x below eager"
+    ]
+    ported = dict(path="ported", record_mib=9.0, recordings=8, record_seconds=0.2)
+    both = [record(), record(**ported), record(**long), record(**ported | long)]
+    assert len([line for line in aims(both) if "recordings" in line]) == 2
+
+
+@pytest.mark.parametrize(("device_us", "verdict"), [(5.0, "met"), (5.1, "not met")])
+def test_the_aim_at_the_longest_length(device_us, verdict):
+    long = dict(max_model_len=2**20, device_us=device_us)
+    case = "40 layers, batch 1, query length 1, max_model_len 1048576"
+    assert aims([record(**long), record(device_us=device_us)]) == [
+        f"{verdict}: {case}: replay device_us {device_us:.2f} us (aim 5 us)"
+    ]
 
 
 class Trace:
@@ -554,6 +579,11 @@ def test_without_a_gpu_it_is_one_line():
         (["metadata", "--batch", "64"], "the engine serves 32 requests at most"),
         (["metadata", "--query-len", "9"], "the proxy drafts 5 tokens at most"),
         (
+            ["metadata", "--max-model-len", "2048,1024"],
+            "--max-model-len: the proxy takes 2048 to 1048576",
+        ),
+        (["metadata", "--max-model-len", "2000000"], "the proxy takes 2048 to 1048576"),
+        (
             ["metadata", "--path", "fast"],
             "argument --path: invalid paths value: 'fast'",
         ),
@@ -584,7 +614,7 @@ def measure(*arguments):
 
 
 def test_what_is_measured_is_kept(tmp_path, monkeypatch):
-    def engine(options, proxy, query_len, paths, heads, folder):
+    def engine(options, proxy, query_len, max_model_len, paths, heads, folder):
         if proxy == 8:
             raise Fault("the engine of 8 layers failed")
         return [record(proxy=proxy, path=path) for path in paths], {}
@@ -603,10 +633,11 @@ def test_json_alone_on_standard_output(monkeypatch, capsys):
     monkeypatch.setattr(metadata, "check_machine", lambda: None)
     asked = []
 
-    def engine(options, proxy, query_len, paths, heads, folder):
-        asked.append((proxy, query_len, paths, heads))
+    def engine(options, proxy, query_len, max_model_len, paths, heads, folder):
+        asked.append((proxy, query_len, max_model_len, paths, heads))
         heads = {"1": ["a", "kernel", str(query_len)]}
-        return [record(proxy=proxy, query_len=query_len)], heads
+        shape = dict(query_len=query_len, max_model_len=max_model_len)
+        return [record(proxy=proxy, **shape)], heads
 
     monkeypatch.setattr(metadata, "run_engine", engine)
     subset = ["--query-len", "1,6", "--path", "in_graph,replay", "--proxy", "8"]
@@ -616,12 +647,29 @@ def test_json_alone_on_standard_output(monkeypatch, capsys):
     assert [(r["proxy"], r["query_len"]) for r in written] == [(8, 1)] * 2 + [
         (8, 6)
     ] * 2
+    assert {r["max_model_len"] for r in written} == {2048}
     # The second engine knows how the first one's forward graphs begin.
     assert asked == [
-        (8, 1, ["replay"], {}),
-        (8, 1, ["in_graph"], {"1": ["a", "kernel", "1"]}),
-        (8, 6, ["replay"], {}),
-        (8, 6, ["in_graph"], {"1": ["a", "kernel", "6"]}),
+        (8, 1, 2048, ["replay"], {}),
+        (8, 1, 2048, ["in_graph"], {"1": ["a", "kernel", "1"]}),
+        (8, 6, 2048, ["replay"], {}),
+        (8, 6, 2048, ["in_graph"], {"1": ["a", "kernel", "6"]}),
     ]
     assert measure() == 0
     assert capsys.readouterr().out.split()[:2] == ["proxy", "batch"]
+
+
+def test_each_length_has_engines_of_its_own(monkeypatch, capsys):
+    monkeypatch.setattr(metadata, "check_machine", lambda: None)
+
+    def engine(options, proxy, query_len, max_model_len, paths, heads, folder):
+        # The heads of another length's graphs are no help.
+        assert not heads
+        return [record(max_model_len=max_model_len)], {"1": ["a", "kernel"]}
+
+    monkeypatch.setattr(metadata, "run_engine", engine)
+    lengths = ["--max-model-len", "2048,1048576", "--proxy", "8", "--path", "replay"]
+    assert measure("--json", *lengths) == 0
+    written = json.loads(capsys.readouterr().out)
+    written = schemas.conforming("bench-metadata.v2", written)["records"]
+    assert [r["max_model_len"] for r in written] == [2048, 1048576]
