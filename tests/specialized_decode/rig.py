@@ -1,5 +1,6 @@
 """Real attention-metadata builders and the real model state over a runner's
-buffers, with the decode steps a runner would prepare."""
+buffers, with the decode steps a runner would prepare.
+"""
 
 import json
 import tempfile
@@ -65,7 +66,8 @@ LAYERS = ("window", "full.mla", "full.indexer", "half.mla", "half.indexer", "rin
 
 class Architecture(StrEnum):
     """The deployments that differ in their metadata builders or in the branches
-    those take."""
+    those take.
+    """
 
     SM90 = "sm90"  # FlashMLA, dense indexer in kernel blocks
     SM100 = "sm100"  # FlashInfer, sparse indexer
@@ -168,7 +170,8 @@ def vllm_config(
     max_model_len: int = MAX_MODEL_LEN,
 ) -> VllmConfig:
     """A real configuration whose decode steps have ``query_len`` tokens, or up to so
-    many with adaptive verification."""
+    many with adaptive verification.
+    """
     speculative = None
     if query_len > 1:
         speculative = SpeculativeConfig(
@@ -225,7 +228,8 @@ def _paged_mqa_schedule(
     context_lens: torch.Tensor, block_kv: int, num_sms: int, indices=None
 ) -> torch.Tensor:
     """Stands in for DeepGEMM's schedule: a function of what its kernel reads, the
-    last context length of every row, padding rows included."""
+    last context length of every row, padding rows included.
+    """
     blocks = (context_lens[:, -1].to(torch.int64) + block_kv - 1) // block_kv
     rows = torch.arange(1, blocks.numel() + 1, dtype=torch.int64)
     work = (blocks * rows).sum()
@@ -553,7 +557,8 @@ class Rig:
 
     def extending(self, step: Step, start: int) -> InputBatch:
         """Requests that compute the last token of their prompt, the first of them right
-        after it has replayed the window of a cached prefix; drafts are placeholders."""
+        after it has replayed the window of a cached prefix; drafts are placeholders.
+        """
         batch = self.fill(step)
         for state in (self.state, self.stock_state):
             state._replay_start_np[:] = 0
@@ -625,7 +630,8 @@ class Rig:
         **options,
     ) -> dict:
         """The metadata of a step, and that its forward finds what it would find after
-        upstream's eager build."""
+        upstream's eager build.
+        """
         view = self.forward_view(step.padded_reqs) if view is None else view
         self.build(make_batch(), prepare_attn=self.stock_state.prepare_attn, **options)
         want = clones(view)

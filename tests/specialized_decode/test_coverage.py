@@ -140,7 +140,8 @@ class TestOfAModelState:
     def test_the_start_up_tells_what_falls_short(self, make):
         make(2, 4)
         told = [line for line in self.lines if "max_num_seqs is 8" in line]
-        assert len(told) == 1 and "--cudagraph-capture-sizes with 16" in told[0]
+        assert len(told) == 1
+        assert "--cudagraph-capture-sizes with 16" in told[0]
         self.lines.clear()
         make(2, 8)
         assert not any("max_num_seqs" in line for line in self.lines)

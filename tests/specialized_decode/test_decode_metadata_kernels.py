@@ -1,5 +1,6 @@
 """The fused decode-metadata launch against its reference in plain torch, bitwise,
-and nothing written beside its outputs."""
+and nothing written beside its outputs.
+"""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -176,7 +177,7 @@ OTHER_JOBS = [
 ]
 
 
-@pytest.mark.parametrize("kind, field", OTHER_JOBS, ids=str)
+@pytest.mark.parametrize(("kind", "field"), OTHER_JOBS, ids=str)
 def test_the_comparison_sees_another_job(kind, field):
     """Negative control: every field of a job shows in what it writes."""
 

@@ -47,7 +47,8 @@ def gpu(monkeypatch):
 @pytest.fixture
 def other_ranks(monkeypatch):
     """What other ranks of the TP group can have: device metadata, Hopper kernels, the
-    executor."""
+    executor.
+    """
     ranks = []
 
     def all_reduce(tensor, op, group):
@@ -131,7 +132,8 @@ def test_each_requirement_alone_is_named(config, gpu, monkeypatch, need):
     config.additional_config = {"metadata_graphs": metadata_graphs}
     BREAKING[need](config)
     [missing] = missing_for_device_metadata(config)
-    assert missing.startswith(need) and missing.endswith(")")
+    assert missing.startswith(need)
+    assert missing.endswith(")")
     # auto serves all the same, latency_specialized says what is missing.
     assert decode_deployment(config) == Deployment(missing=(missing,))
     config.additional_config["decode_backend"] = "latency_specialized"
@@ -341,7 +343,8 @@ class TestExecutor:
 
     def test_auto_keeps_the_outputs_of_the_stock_decode(self, config):
         deployed = decode_deployment(config)
-        assert deployed.device_metadata and deployed.executor is None
+        assert deployed.device_metadata
+        assert deployed.executor is None
 
     def test_ranks_settle_on_device_metadata_together(self, config, other_ranks):
         other_ranks.append([1, 0, 0])

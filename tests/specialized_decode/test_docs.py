@@ -1,5 +1,6 @@
 """What the pages say of deployments is what the code does, and their links lead
-somewhere."""
+somewhere.
+"""
 
 import ast
 import re
@@ -44,7 +45,8 @@ def sections(page: Path) -> dict[str, str]:
 
 def rows(heading: str) -> list[list[str]]:
     """The cells of the rows of the table in a section of the page of deployments,
-    without its head."""
+    without its head.
+    """
     lines = re.findall(r"^\| (.*) \|$", sections(DEPLOYMENTS)[heading], re.MULTILINE)
     return [line.split(" | ") for line in lines[2:]]
 
@@ -71,7 +73,8 @@ def test_every_reason_for_an_eager_build_is_there():
 def test_connectors_are_listed_as_the_code_serves_them(packages):
     says = {name: steps for name, steps, *_ in rows("KV connectors")}
     worst, unknown = "MultiConnector", "another, or one put in the place of these"
-    assert says.pop(worst) == "as its worst member" and says.pop(unknown) == "stock"
+    assert says.pop(worst) == "as its worst member"
+    assert says.pop(unknown) == "stock"
     served = {
         name: reading_connector(KVTransferConfig(kv_connector=name, kv_role="kv_both"))
         for name in KVConnectorFactory._registry

@@ -1,5 +1,6 @@
 """FlashMLA plans shared over the KV-cache groups of a step: how many are made, that
-each step makes its own, and everything that forbids to share them."""
+each step makes its own, and everything that forbids to share them.
+"""
 
 from dataclasses import replace
 
@@ -24,7 +25,8 @@ WINDOWS = ("window", "window.1", "window.2")
 
 def add_group(rig, name: str, like: AttentionGroup, **changes) -> AttentionGroup:
     """Give ``rig`` one more KV-cache group with a layer ``name``, as ``like``
-    but for ``changes`` of its spec."""
+    but for ``changes`` of its spec.
+    """
     spec = replace(like.kv_cache_spec, **changes)
     group = AttentionGroup(like.backend, [name], spec, len(rig.attn_groups))
     group.create_metadata_builders(
@@ -63,7 +65,8 @@ def rig(make_windows):
 
 class FlashMLA:
     """FlashMLA's real Python interface over an op that plans as the compiled one
-    does: where it is given no plan."""
+    does: where it is given no plan.
+    """
 
     def __init__(self, monkeypatch) -> None:
         from vllm.third_party.flashmla import flash_mla_interface
@@ -225,7 +228,8 @@ def test_recorded_metadata_stays_unused(rig, flashmla):
 
 def test_a_prefill_that_replays_its_window_shares(rig):
     """Replayed slots are padded in groups that prefix caching serves, which no
-    window group is, or all are: the lengths agree all the same."""
+    window group is, or all are: the lengths agree all the same.
+    """
     rig.state._replay_start_np[:] = 128
     batch = eager_batch(rig)
     batch.is_prefilling_np[:] = True

@@ -1,5 +1,6 @@
 """A fused build serves only after it was held to upstream's builders; what it does
-not know, or gets wrong, those go on to build."""
+not know, or gets wrong, those go on to build.
+"""
 
 import re
 from dataclasses import replace
@@ -50,7 +51,8 @@ def make_small_rig(make_rig):
 
 def offered(rig, num_reqs=2):
     """The fused build that a forward graph of so many requests would begin with,
-    and upstream's."""
+    and upstream's.
+    """
     builds = rig.state._builds(*rig.where)
     rig.state._max_query_lens |= {
         GraphKey.padded(graph.num_reqs, graph.num_tokens): graph.max_query_len
@@ -174,7 +176,8 @@ def test_the_check_sees_every_wrong_schedule(make_small_rig, query_len):
             path = difference_from_upstream(
                 replace(build, _schedules=schedules), build_upstream, MAX_MODEL_LEN
             )
-            assert path is not None and path.endswith("schedule_metadata"), field
+            assert path is not None, field
+            assert path.endswith("schedule_metadata"), field
 
 
 FUSED = [Serving.IN_GRAPH, Serving.REPLAY, Serving.LAUNCH]
@@ -214,7 +217,8 @@ def test_a_warm_up_runs_the_build_that_was_proven(make_small_rig, monkeypatch):
 @pytest.mark.parametrize("architecture", [Architecture.SM100, Architecture.SM120])
 def test_schedules_of_other_architectures_stay_deepgemms(make_small_rig, architecture):
     build, _ = offered(make_small_rig(Serving.IN_GRAPH, architecture))
-    assert build._schedules and not build.knows_schedules
+    assert build._schedules
+    assert not build.knows_schedules
 
 
 def explode(*_, **__):
@@ -277,7 +281,8 @@ def test_a_wrong_fused_build_is_not_used(make_small_rig, monkeypatch, log, why, 
     rig = make_small_rig(way)
     rig.record()
     [error] = [line for line in log.lines if "is not used" in line]
-    assert "2 requests of 2 tokens is not used" in error and why in error
+    assert "2 requests of 2 tokens is not used" in error
+    assert why in error
     rig.check_step(STEP)
     if way == Serving.LAUNCH:
         assert not rig.state.graphs.served()

@@ -92,7 +92,8 @@ def test_elastic_scaling_releases_the_recordings_with_the_graphs(monkeypatch):
     worker = SimpleNamespace(model_runner=runner, vllm_config=vllm_config())
     executor = SimpleNamespace(worker=worker)
     elastic_execute.ElasticEPScalingExecutor._release_cuda_graphs(executor)
-    assert state.calls == ["release"] and released == [1]
+    assert state.calls == ["release"]
+    assert released == [1]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +133,8 @@ def test_a_full_forward_begins_with_its_metadata_build(
     monkeypatch, mode, first_stage, last_stage
 ):
     """In the warm-up and in the capture of FULL graphs of every pipeline stage, and in
-    no other forward."""
+    no other forward.
+    """
     calls = []
     prepared = iter([{"first": 1}, {"second": 2}])
 

@@ -1,5 +1,6 @@
 """Metadata builds in the forward graphs: which shapes get one, and what steps of
-those find in the buffers."""
+those find in the buffers.
+"""
 
 from dataclasses import fields, replace
 from types import SimpleNamespace
@@ -105,7 +106,8 @@ class TestWhatIsCaptured:
 
     def check_left_out(self, rig, graph, attn_metadata):
         """A forward captured on ``attn_metadata`` holds no build, and another way
-        serves its shape."""
+        serves its shape.
+        """
         forward_graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(forward_graph):
             rig.build_in_graph(graph, attn_metadata)
@@ -183,7 +185,8 @@ class TestWhatIsCaptured:
 
     def test_a_graph_outlives_the_build_of_another_variant(self, make_small_rig):
         """A graph reads its table of jobs at every replay, so no later variant of the
-        shape may free it."""
+        shape may free it.
+        """
         rig = make_small_rig()
         graph = self.graph()
         rig.capture_forward(graph)
@@ -191,7 +194,8 @@ class TestWhatIsCaptured:
         blocks = rig.block_tables
         blocks.slot_mappings = blocks.slot_mappings.clone()
         rig.capture_forward(self.graph(num_active_loras=1))
-        assert table in tables_of_jobs(rig) and len(tables_of_jobs(rig)) == 2
+        assert table in tables_of_jobs(rig)
+        assert len(tables_of_jobs(rig)) == 2
 
     def test_only_auto_builds_in_the_graphs(self, make_rig):
         for way in (Serving.REPLAY, Serving.LAUNCH):
@@ -237,7 +241,8 @@ class TestCapturingAgain:
         self, make_small_rig, monkeypatch, cuda_graphs, fitted
     ):
         """It captures into buffers that are thrown away, and ends in a release. What
-        it finds may shorten the longest sequence (``--max-model-len auto``)."""
+        it finds may shorten the longest sequence (``--max-model-len auto``).
+        """
         rig = make_small_rig()
         rig.record()
         rig.state.release_metadata_graphs()
@@ -289,7 +294,8 @@ class TestSteps:
         """Below it there is no window."""
         rig.check_batch(lambda: self.prefilling(rig, start), FULL)
         served = rig.state.graphs.stats
-        assert served.served == {Way.IN_GRAPH: 1} and not served.eager[Eager.UNEVEN]
+        assert served.served == {Way.IN_GRAPH: 1}
+        assert not served.eager[Eager.UNEVEN]
         view = rig.forward_view(2)
         rig.run_batch(self.prefilling(rig, start))
         [lens] = [view[path] for path in view if path.endswith("decode_swa_lens")]
@@ -330,7 +336,8 @@ class TestSteps:
         captured = rig.state.graphs.stats.eager[Eager.NOT_FULL]
         batches = [rig.build(rig.fill(FULL), mode) for _ in range(2)]
         plans = {id(batch["window"].tile_sched_swaonly) for batch in batches}
-        assert len(plans) == 2 and id(None) not in plans
+        assert len(plans) == 2
+        assert id(None) not in plans
         assert all(batch["window"] is not in_graph["window"] for batch in batches)
         assert rig.state.graphs.stats.eager[Eager.NOT_FULL] == captured + 2
 
@@ -345,7 +352,8 @@ class TestSteps:
         prefill = rig.run_batch(self.prefilling(rig, 1000))
         assert prefill is decode
         stats = rig.state.graphs.stats
-        assert stats.served == {Way.IN_GRAPH: 2} and stats.full_decode_steps == 2
+        assert stats.served == {Way.IN_GRAPH: 2}
+        assert stats.full_decode_steps == 2
 
     def test_a_step_leaves_no_replay_batch_of_an_earlier_one(self, rig):
         rig.state.decoder_replay_layers = SimpleNamespace(replay_batch="earlier")
@@ -407,7 +415,8 @@ class TestWhatIsHandedOut:
 
 def test_a_long_run_of_random_steps(make_rig):
     """Batch sizes up and down over two graphs, every buffer poisoned before each
-    step."""
+    step.
+    """
     rig = make_rig(Architecture.SM90, 1, Serving.IN_GRAPH)
     rig.keep_graphs(1, 2)
     rig.record()

@@ -94,7 +94,8 @@ def test_no_build_of_upstreams_is_recorded_for_queries_of_any_length(make_rig):
     step = Step((200, 300, 400), 6, 2, uneven=(1, 2, 1), graph_tokens=6)
     rig.check_step(step, rig.forward_view(6))
     stats = rig.state.graphs.stats
-    assert stats.eager[Eager.UNRECORDED] and not stats.served
+    assert stats.eager[Eager.UNRECORDED]
+    assert not stats.served
 
 
 def test_not_full_steps_are_no_decode_steps_of_ours(rig):
@@ -110,7 +111,8 @@ def test_one_recording_per_full_graph(rig):
 
 def test_keys_come_from_the_captured_graphs(make_rig):
     """Dynamic speculative decoding captures several query lengths, LoRA a shape more
-    than once; mixed graphs are not ours."""
+    than once; mixed graphs are not ours.
+    """
     rig = make_rig(Architecture.SM90, 2, Serving.LAUNCH)
 
     def graph(reqs, query_len, **options):

@@ -1,5 +1,6 @@
 """Who reads the metadata object of a FULL step, besides its forward: KV connectors and
-speculators, driven as the runner drives them on a step that was served in the graph."""
+speculators, driven as the runner drives them on a step that was served in the graph.
+"""
 
 import dis
 import importlib
@@ -68,7 +69,8 @@ class Untouched(dict):
 
 def without_init(cls: type) -> object:
     """An instance whose methods are those of ``cls`` and whose every attribute, made
-    with engines and networks elsewhere, is a mock."""
+    with engines and networks elsewhere, is a mock.
+    """
 
     def attribute(self, name):
         if name.startswith("__"):
@@ -284,7 +286,8 @@ def test_a_connector_that_reads_it_is_named_with_the_line(name, says):
 
 def test_a_connector_of_another_package_is_not_known(monkeypatch):
     """Neither one of its own name, nor a subclass, nor one that a package puts in the
-    place of upstream's, as lmcache does."""
+    place of upstream's, as lmcache does.
+    """
     offloading = importlib.import_module(CONNECTORS + "offloading_connector")
     module = ModuleType("company.connectors")
 
@@ -388,7 +391,8 @@ def test_served_speculators_are_let_through():
 
 def uses_of_the_argument(function) -> int:
     """How often the code of ``function``, nested functions too, loads its argument
-    ``attn_metadata``."""
+    ``attn_metadata``.
+    """
 
     def loads(code):
         count = sum(

@@ -82,7 +82,8 @@ def test_a_forward_never_meets_a_recorded_object(rig, mode, options, reason):
 )
 def test_extensions_and_idle_ranks_are_served(make_rig, architecture, query_len, way):
     """Nothing of theirs is baked into a recording. An idle rank's dummy forward would
-    else write through the slots of the last step, into blocks that are live."""
+    else write through the slots of the last step, into blocks that are live.
+    """
     rig = make_rig(architecture, query_len, way)
     rig.keep_graphs(4)
     rig.record()
@@ -133,7 +134,8 @@ def test_a_recording_keeps_its_table_of_jobs(make_rig):
 
 def test_a_used_plan_retires_its_recording(rig):
     """A FlashMLA plan is good for one step: an object whose plan a forward has
-    made is never handed out again."""
+    made is never handed out again.
+    """
     metadata = rig.build(rig.fill(STEP))
     metadata["window"].tile_sched_swaonly.have_initialized = True
     again = rig.build(rig.fill(STEP))
@@ -248,7 +250,8 @@ def test_a_build_that_reads_the_device_is_refused(make_rig, monkeypatch):
 
 def test_a_build_into_new_memory_is_refused(make_rig, monkeypatch):
     """The forward graphs read the tensors of an eager build; a build that puts
-    them elsewhere each time would never refresh those."""
+    them elsewhere each time would never refresh those.
+    """
     rig = make_rig(Architecture.SM90, 1)
     [group] = rig.attn_groups[-1]
     builder = group.get_metadata_builder()
@@ -410,6 +413,7 @@ def test_the_counters_are_logged_when_due(make_rig, way, monkeypatch):
     assert not lines
     stats.line_due = time.monotonic()
     rig.run(STEP)
-    assert lines == [stats.line()] and "full_decode_steps=2" in lines[0]
+    assert lines == [stats.line()]
+    assert "full_decode_steps=2" in lines[0]
     rig.run(STEP)
     assert len(lines) == 1

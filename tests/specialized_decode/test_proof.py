@@ -1,5 +1,6 @@
 """The start-up proof refuses builds that are wrong on one side of a bound, and takes
-the one that is right."""
+the one that is right.
+"""
 
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -326,7 +327,8 @@ def test_large_buffers_are_compared_in_parts(make_rig, monkeypatch):
     path = difference_from_upstream(
         planted(build, last_block), build_upstream, MAX_MODEL_LEN
     )
-    assert path is not None and path.endswith(".block_table")
+    assert path is not None
+    assert path.endswith(".block_table")
 
 
 JOBS = [
@@ -348,7 +350,8 @@ def test_steps_meet_every_bound(num_reqs, query_len, max_len):
         for length in step.seq_lens
         for back in range(query_len)
     }
-    assert max(seen) == max_len and min(seen) == 1
+    assert max(seen) == max_len
+    assert min(seen) == 1
     for bound in (64, 128, 512, 2048):
         assert {bound - 1, bound, bound + 1} <= seen or bound >= max_len
     inside = [
@@ -373,16 +376,19 @@ def test_adaptive_steps_meet_every_bound(num_reqs, num_tokens, max_len):
         for length, query_len in zip(step.seq_lens, step.query_lens, strict=True)
         for back in range(query_len)
     }
-    assert max(seen) == max_len and min(seen) == 1
+    assert max(seen) == max_len
+    assert min(seen) == 1
     for bound in (64, 128, 512, 2048):
         assert {bound - 1, bound, bound + 1} <= seen or bound >= max_len
     for step in steps:
         pairs = list(zip(step.seq_lens, step.query_lens, strict=True))
-        assert len(pairs) <= num_reqs and sum(step.query_lens) <= num_tokens
+        assert len(pairs) <= num_reqs
+        assert sum(step.query_lens) <= num_tokens
         assert all(1 <= q <= min(6, n) and n <= max_len for n, q in pairs)
     tokens = {sum(step.query_lens) for step in steps}
     requests = {len(step.seq_lens) for step in steps}
-    assert tokens >= {1, num_tokens} and requests >= {1, num_reqs}
+    assert tokens >= {1, num_tokens}
+    assert requests >= {1, num_reqs}
     if num_tokens > 1:
         assert any(len(set(step.query_lens)) > 1 for step in steps)
         assert any(len(step.seq_lens) < num_reqs for step in steps if not step.idle)

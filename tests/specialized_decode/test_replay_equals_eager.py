@@ -1,5 +1,6 @@
 """The core test: a replayed build leaves in every buffer that the FULL forward
-graphs read what an eager build leaves there."""
+graphs read what an eager build leaves there.
+"""
 
 import pytest
 from decode_steps import Step, assert_same_for_forward, clones
@@ -18,7 +19,8 @@ def check_steps(rig, padded_reqs, request_counts) -> None:
     """Steps of so many requests leave what upstream's eager build leaves."""
     view = rig.forward_view(padded_reqs)
     written = [path for path in view if path.endswith(("swa_lens", "slot_mapping"))]
-    assert len(view) > 30 and len(written) > 3, view.keys()
+    assert len(view) > 30, view.keys()
+    assert len(written) > 3, view.keys()
     for num_reqs in request_counts:
         step = random_step(
             num_reqs, padded_reqs, rig.query_len, seed=97 * padded_reqs + num_reqs

@@ -109,7 +109,8 @@ def make_worker(make_rig, cumem, cuda_graphs):
 
 def check_steps(rig) -> None:
     """A decode, a one-token extension of a prompt, an idle rank's dummy batch, and a
-    decode after these."""
+    decode after these.
+    """
     view = rig.forward_view(2)
     step, idle = Step((1025, 300), 2, 1), Step((1, 1), 2, 1)
     rig.check_step(step, view)
@@ -160,7 +161,8 @@ def test_a_buffer_of_the_weights_that_a_build_read_would_be_seen(
     make_worker, monkeypatch, level, way
 ):
     """The model state makes its replay starts with the weights, and anew with the KV
-    cache. Without the second, level 2 would leave garbage in them."""
+    cache. Without the second, level 2 would leave garbage in them.
+    """
     monkeypatch.delattr(DeepseekV41DeviceMetadataModelState, "initialize_kv_cache")
     worker = make_worker(way)
     worker.sleep(level)

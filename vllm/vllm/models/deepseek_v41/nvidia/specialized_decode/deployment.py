@@ -53,12 +53,16 @@ logger = init_logger(__name__)
 
 
 class DecodeBackend(StrEnum):
+    """The values of ``decode_backend``."""
+
     AUTO = "auto"
     STOCK = "stock"
     LATENCY_SPECIALIZED = "latency_specialized"
 
 
 class MetadataGraphs(StrEnum):
+    """The values of ``metadata_graphs``, the best first."""
+
     AUTO = "auto"
     REPLAY = "replay"
     LAUNCH = "launch"
@@ -67,6 +71,8 @@ class MetadataGraphs(StrEnum):
 
 @dataclass(frozen=True)
 class Requirement:
+    """What a decode needs of a deployment."""
+
     need: str
     reason: str | Callable[[VllmConfig], str | None]
     """Why; or, where that depends on the deployment, what tells: None then means
@@ -256,7 +262,8 @@ def requested_metadata_graphs(additional_config: Any) -> MetadataGraphs:
 
 def requested_verification(additional_config: Any) -> int:
     """The ``metadata_graphs_verify`` of ``additional_config``, 0 where there is none;
-    ValueError on a bad one."""
+    ValueError on a bad one.
+    """
     if not isinstance(additional_config, dict):
         return 0
     every = additional_config.get(_VERIFY, 0)
@@ -281,7 +288,8 @@ def missing_for_device_metadata(vllm_config: VllmConfig) -> tuple[str, ...]:
 
 def missing_for_hopper_kernels(vllm_config: VllmConfig) -> tuple[str, ...]:
     """Every requirement of the Hopper kernels that the deployment misses. Where it
-    misses none, the kernels have been compiled."""
+    misses none, the kernels have been compiled.
+    """
     if not current_platform.is_device_capability(HOPPER):
         return ("a Hopper (SM90) GPU (the kernels are made of its instructions)",)
     missing = _missing(HOPPER_REQUIREMENTS, vllm_config)
@@ -315,7 +323,8 @@ def _warn_of_no_effect(
     additional_config: Any, why: str, *heeded: MetadataGraphs
 ) -> None:
     """Name the settings of device metadata that a decode ignores: all but ``auto`` and
-    what is ``heeded``."""
+    what is ``heeded``.
+    """
     settings: dict[str, Any] = {}
     metadata_graphs = requested_metadata_graphs(additional_config)
     if metadata_graphs not in (MetadataGraphs.AUTO, *heeded):
@@ -376,7 +385,8 @@ def _check_and_log_missing(
 
 def _warn_of_long_drafts(vllm_config: VllmConfig) -> None:
     """Say where DSpark is asked for more tokens than its blocks are trained for, which
-    it drafts all the same."""
+    it drafts all the same.
+    """
     speculative = vllm_config.speculative_config
     if speculative is None or not speculative.use_dspark():
         return

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How large a decode batch the FULL graphs take, and what to do where that is less
-than the scheduler may run."""
+than the scheduler may run.
+"""
 
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -29,7 +30,8 @@ class Coverage:
 
     def is_exceeded_by(self, batch: InputBatch) -> bool:
         """Whether graphs of this decode step's query length are there, but none as
-        large."""
+        large.
+        """
         if not batch.decode_graph_eligible:
             return False
         num_reqs, num_tokens = batch.num_reqs, batch.num_tokens
@@ -50,7 +52,8 @@ class Coverage:
 
     def shortfall(self, max_num_seqs: int) -> str | None:
         """What falls short of ``max_num_seqs`` requests, and the remedy; None where
-        nothing does, or there are no FULL graphs."""
+        nothing does, or there are no FULL graphs.
+        """
         covered = [
             (min(reqs, tokens // query_len), query_len)
             for (query_len, _), (reqs, tokens) in self._largest.items()

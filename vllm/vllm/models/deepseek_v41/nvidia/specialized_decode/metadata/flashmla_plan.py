@@ -116,6 +116,7 @@ class PlanSharing:
         self._why = _differing_groups(windows, attn_groups) if self._windows else None
 
     def is_of(self, attn_groups: AttnGroups) -> bool:
+        """Whether it was made for these very groups."""
         return self._attn_groups is attn_groups
 
     def share(self, attn_metadata: Mapping[str, Any]) -> NotShared | None:
@@ -213,7 +214,8 @@ def _count(attn_groups: AttnGroups, builder_type: type, ratio: int) -> int:
 def _candidates_fill_top_k(config: Any) -> bool:
     """Whether a top-k among the candidate blocks finds as many keys as one among
     all keys does. All blocks are candidates until there are too many; from then
-    on all candidates are full but the one that holds the newest keys."""
+    on all candidates are full but the one that holds the newest keys.
+    """
     if getattr(config, "candidate_source_layer_id", -1) < 0:
         return True
     full = (config.candidate_topk_blocks - 1) * config.candidate_block_size

@@ -39,7 +39,8 @@ class UpstreamBuild(Protocol):
     ) -> dict[str, Any]:
         """``query_lens`` [requests] are those of a step of a variable-length graph,
         whose sum some builders read on the host; None: those of the batch that fills
-        the graph."""
+        the graph.
+        """
         ...
 
 
@@ -86,7 +87,8 @@ class FusedBuild:
     ) -> "FusedBuild | None":
         """The fused build of decode-only ``attn_metadata``, which the builders of
         ``attn_groups`` made of ``inputs``; None, logged, where one of those builds is
-        not known. Does no work on the device."""
+        not known. Does no work on the device.
+        """
         try:
             jobs, schedules = jobs_of(inputs, attn_metadata, attn_groups)
         except NotFusedError as error:

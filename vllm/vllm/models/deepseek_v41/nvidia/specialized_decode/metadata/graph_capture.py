@@ -26,7 +26,8 @@ _CU_STREAM_CAPTURE_MODE_RELAXED = 2
 @contextmanager
 def _refuse_host_syncs() -> Iterator[None]:
     """Raise RuntimeError where the host would wait for the device, before it does:
-    a graph cannot hold such work, and in a capture it would break that off."""
+    a graph cannot hold such work, and in a capture it would break that off.
+    """
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -73,7 +74,8 @@ def _record_into(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
 
 def _end_broken_capture(graph: torch.cuda.CUDAGraph) -> None:
     """Let torch end a capture that CUDA has dropped: give it an empty one to end,
-    on the stream of the capture, which is still current."""
+    on the stream of the capture, which is still current.
+    """
     driver = ctypes.CDLL("libcuda.so.1")
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     driver.cuStreamBeginCapture_v2(stream, _CU_STREAM_CAPTURE_MODE_RELAXED)

@@ -72,7 +72,8 @@ _have_initialized = attrgetter("have_initialized")
 
 def without_holders(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of ``metadata`` for reading: a forward that is given it fails at the
-    first one-step holder, instead of filling one that outlives the step."""
+    first one-step holder, instead of filling one that outlives the step.
+    """
     copies: dict[int, Any] = {}
     for layer_metadata in metadata.values():
         copied = copies[id(layer_metadata)] = copy.copy(layer_metadata)

@@ -63,7 +63,8 @@ class InGraphBuilds:
 
     def captured(self) -> dict[GraphKey, tuple[dict[str, Any], FusedBuild]]:
         """The keys all of whose graphs hold their build, with metadata for whoever
-        asks for the step's, and the build."""
+        asks for the step's, and the build.
+        """
         return {
             key: (self._metadata[key], builds[-1])
             for key, builds in self._captured.items()

@@ -52,13 +52,16 @@ class DecodeInputs(NamedTuple):
 
     @property
     def num_reqs(self) -> int:
+        """Requests of the shape, padding included."""
         return self.seq_lens.shape[0]
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of the shape, padding included."""
         return self.positions.shape[0]
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All of them."""
         *arrays, block_tables, slot_mappings = self
         return (*arrays, *block_tables, slot_mappings)
 
@@ -82,7 +85,8 @@ class _Source:
         clamp: bool,
     ) -> "_Source":
         """For groups whose kernels see smaller blocks, as ``AttentionGroup`` maps
-        them."""
+        them.
+        """
         if group.kernel_block_size is None:
             return cls(slots, table, clamp)
         split = group.kv_cache_spec.block_size // group.kernel_block_size
@@ -177,7 +181,8 @@ def _indexer_jobs(builder: Any, metadata: Any, source: _Source) -> list[Job]:
 
 def _clamps(builder: Any) -> bool:
     """Whether the builder takes negative blocks for the null block, in its table
-    itself."""
+    itself.
+    """
     return isinstance(builder, DeepseekV4SparseMLAMetadataBuilder) and (
         builder.compress_ratio > 1
     )
@@ -249,6 +254,7 @@ class Schedule(NamedTuple):
         ]
 
     def write(self) -> None:
+        """Let DeepGEMM make it anew."""
         self.out.copy_(
             indexer.get_paged_mqa_logits_metadata(
                 self.context_lens, self.block_size, self.num_sms, indices=self.indices

@@ -91,6 +91,7 @@ class Job(NamedTuple):
     """Of a table, the first of the columns to write; those before it are another's."""
 
     def row(self) -> list[int]:
+        """It as the kernel reads it."""
         kind, outs, *rest = self
         return [int(value) for value in (kind, *outs, *rest)]
 
@@ -361,7 +362,8 @@ def longest_window(jobs: Sequence[Job]) -> int:
 
 def _cut(job: Job, num_reqs: int, num_tokens: int) -> Iterator[Job]:
     """``job``, or the jobs that share its columns where it writes a wide table, each
-    program of which writes a tile or, where there are programs enough, several."""
+    program of which writes a tile or, where there are programs enough, several.
+    """
     if job.kind not in (Kind.TABLE, Kind.TOKEN_TABLE):
         yield job
         return

@@ -47,6 +47,8 @@ _FULL = CUDAGraphMode.FULL
 
 
 class DeepseekV41DeviceMetadataModelState(DeepseekV41ModelState):
+    """DeepSeek-V4.1's, with builds recorded or captured at start-up."""
+
     def __init__(
         self,
         vllm_config: VllmConfig,
@@ -80,6 +82,7 @@ class DeepseekV41DeviceMetadataModelState(DeepseekV41ModelState):
     def initialize_kv_cache(
         self, kv_cache_config: KVCacheConfig, block_tables: BlockTables
     ) -> None:
+        """Forget what was recorded for an earlier KV cache."""
         super().initialize_kv_cache(kv_cache_config, block_tables)
         self.release_metadata_graphs()
         # Made with the weights, the first one may come back from sleep with anything
@@ -143,6 +146,9 @@ class DeepseekV41DeviceMetadataModelState(DeepseekV41ModelState):
         attn_groups: AttnGroups,
         kv_cache_config: KVCacheConfig,
     ) -> None:
+        """Record the builds of the FULL graphs that were captured, and log how they
+        are served.
+        """
         where = input_buffers, block_tables, attn_groups, kv_cache_config
         report = self.record_metadata_graphs(*where)
         if is_global_first_rank():
@@ -160,7 +166,8 @@ class DeepseekV41DeviceMetadataModelState(DeepseekV41ModelState):
         kv_cache_config: KVCacheConfig,
     ) -> Report:
         """Take the builds of the FULL graphs captured last off the host, in place of
-        what was recorded earlier."""
+        what was recorded earlier.
+        """
         builds = self._builds(input_buffers, block_tables, attn_groups, kv_cache_config)
         self._recorded_owners = _owners(
             input_buffers.query_start_loc,
@@ -205,6 +212,7 @@ class DeepseekV41DeviceMetadataModelState(DeepseekV41ModelState):
         *args: Any,
         **kwargs: Any,
     ) -> dict[str, Any]:
+        """The step's metadata, by layer; a FULL graph may refresh its own."""
         # A FULL graph that refreshes its own metadata needs nothing from the host
         # but the replay starts, which are zero and stay so in decode steps. No
         # function of Python's and no enum's member here: after a long step the
@@ -314,6 +322,7 @@ class DeepseekV41DeviceMetadataModelState(DeepseekV41ModelState):
         return self._replay_start[:num_reqs]
 
     def take_decode_metadata_steps(self) -> list[tuple[str, str, int]]:
+        """Steps since the last call, by way and reason."""
         return self.graphs.stats.take()
 
     def _log_stats(self) -> None:
@@ -334,7 +343,8 @@ def _owners(
 ) -> tuple[int, ...]:
     """What a recorded build has baked in and no key tells: whose buffers it reads and
     writes. One address of each owner will do, as each makes all of its buffers at
-    once."""
+    once.
+    """
     return (
         id(attn_groups),
         query_start_loc.data_ptr(),

@@ -41,7 +41,8 @@ def paddings(
     jobs: Iterable[Job], outputs: Mapping[str, torch.Tensor], num_reqs: int
 ) -> dict[str, Padding]:
     """By path, what rows of padding may hold that upstream leaves arbitrary after a
-    step of fewer tokens than its graph has, and that no kernel reads."""
+    step of fewer tokens than its graph has, and that no kernel reads.
+    """
     may_be: dict[Kind, Padding] = {
         # An index, and masked wherever it is used as one.
         Kind.REQUEST: lambda rows: bool(((rows >= 0) & (rows < num_reqs)).all()),

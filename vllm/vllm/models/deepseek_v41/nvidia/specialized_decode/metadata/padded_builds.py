@@ -42,7 +42,8 @@ def decode_batch(
 
 def _with_query_lens(batch: InputBatch, query_lens: Sequence[int]) -> InputBatch:
     """``batch`` on whose host the requests have ``query_lens``, and further ones are
-    padding."""
+    padding.
+    """
     num_tokens = sum(query_lens)
     starts = np.full(batch.num_reqs_after_padding + 1, num_tokens, dtype=np.int32)
     starts[: len(query_lens)] = np.cumsum([0, *query_lens[:-1]])
@@ -87,7 +88,8 @@ class PaddedBuilds:
 
     def by_upstream(self, key: GraphKey) -> UpstreamBuild:
         """What builds the metadata of attention groups by their builders, as a FULL
-        step asks for it. Puts a dummy batch into the buffers."""
+        step asks for it. Puts a dummy batch into the buffers.
+        """
         batch = decode_batch(
             key, self.input_buffers, self.max_model_len, self.max_query_lens.get(key)
         )
@@ -112,7 +114,8 @@ class PaddedBuilds:
 
     def fused(self, key: GraphKey, attn_metadata: dict[str, Any]) -> FusedBuild | None:
         """The fused build that refreshes ``attn_metadata``, as the builders made it for
-        ``key``. No device work."""
+        ``key``. No device work.
+        """
         return FusedBuild.of(
             key,
             self.max_query_lens.get(key),

@@ -35,7 +35,8 @@ class _Rows:
 
     def same(self, want: torch.Tensor, real: int, padding: Padding | None) -> bool:
         """Whether they hold ``want`` now; from row ``real`` of the buffer on, what is
-        ``padding`` will do."""
+        ``padding`` will do.
+        """
         return same_rows(self.now, want, max(0, real - self.first), padding)
 
 

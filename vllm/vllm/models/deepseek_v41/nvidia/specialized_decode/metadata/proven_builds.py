@@ -22,7 +22,8 @@ class ProvenBuilds:
 
     def known(self, build: FusedBuild) -> FusedBuild | None:
         """A proven build that writes what ``build`` does, or None. Does no work on
-        the device."""
+        the device.
+        """
         return _alike(self._proven, build)
 
     def prove(
@@ -74,7 +75,8 @@ class ProvenBuilds:
         self, build: FusedBuild, build_upstream: UpstreamBuild, max_len: int
     ) -> tuple[FusedBuild, str | None]:
         """``build``, or itself with DeepGEMM's own schedules where it takes that to
-        be equal, and the path where it is not."""
+        be equal, and the path where it is not.
+        """
         if self._deepgemm_schedules:
             build = build.with_deepgemm_schedules()
         path = difference_from_upstream(build, build_upstream, max_len)

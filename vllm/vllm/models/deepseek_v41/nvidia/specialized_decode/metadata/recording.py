@@ -36,6 +36,7 @@ class Report:
     stopped: str | None = None
 
     def line(self) -> str:
+        """It as one line for the log."""
         ways = self.served + Counter({Way.EAGER: self.keys - self.served.total()})
         counts = ", ".join(f"{ways[way]} {way}" for way in Way if ways[way])
         text = (
@@ -50,7 +51,8 @@ class Report:
 @dataclass(frozen=True)
 class Recorder:
     """Takes the builds of FULL graphs off the host, in the best way that
-    ``metadata_graphs`` allows and that is proven."""
+    ``metadata_graphs`` allows and that is proven.
+    """
 
     graphs: AttnMetadataCudaGraphs
     proven: ProvenBuilds

@@ -51,6 +51,7 @@ class MetadataGraphStats:
 
     @property
     def missed(self) -> int:
+        """Steps whose key had no recording."""
         return self.eager[Eager.UNRECORDED]
 
     @property
@@ -62,12 +63,14 @@ class MetadataGraphStats:
 
     @property
     def full_decode_steps(self) -> int:
+        """Steps that ran a FULL CUDA graph, whatever the way."""
         return self.ways.total()
 
     @property
     def decode_steps(self) -> int:
         """Of which the log tells: those, and those that no FULL graph is large
-        enough for."""
+        enough for.
+        """
         return self.full_decode_steps + self.eager[Eager.BEYOND_GRAPHS]
 
     def take(self) -> list[tuple[str, str, int]]:
@@ -92,7 +95,8 @@ class MetadataGraphStats:
 
     def line(self) -> str:
         """``decode metadata: in_graph=... replay=... launch=... eager=...``, and the
-        reasons of all eager builds, for logs and tools."""
+        reasons of all eager builds, for logs and tools.
+        """
         ways = self.ways
         counts = " ".join(f"{way}={ways[way]}" for way in Way)
         reasons = ", ".join(
@@ -106,7 +110,8 @@ class MetadataGraphStats:
 
     def due_line(self) -> str | None:
         """``line()``, or None where there was no decode step since the last one;
-        sets ``line_due`` anew."""
+        sets ``line_due`` anew.
+        """
         self.line_due = time.monotonic() + _LOG_INTERVAL_S
         if self.decode_steps == self._logged_steps:
             return None

@@ -94,7 +94,8 @@ def decode_steps(
     """Steps for a shape of ``num_reqs`` requests and ``num_tokens`` tokens, as many as
     it takes to meet every length at which one of ``jobs`` branches; queries are all as
     long or, if given, up to ``max_query_len``, and sequences up to ``max_len`` tokens
-    long. The same for every call."""
+    long. The same for every call.
+    """
     window = longest_window(jobs)
     random = Random(num_reqs)
     query_len = num_tokens // num_reqs if max_query_len is None else 1
@@ -155,7 +156,8 @@ def _uneven(
     seq_lens: Sequence[int], num_tokens: int, max_query_len: int, random: Random
 ) -> tuple[int, ...]:
     """Query lengths of a step in which sequences are ``seq_lens`` long: of 1 to
-    ``max_query_len`` tokens, ``num_tokens`` in all every other time, else fewer."""
+    ``max_query_len`` tokens, ``num_tokens`` in all every other time, else fewer.
+    """
     query_lens = [1] * len(seq_lens)
     room = [min(max_query_len, seq_len) - 1 for seq_len in seq_lens]
     drafts = [index for index, most in enumerate(room) for _ in range(most)]
@@ -170,7 +172,8 @@ def _few_units(
     jobs: Sequence[Job], num_reqs: int, query_len: int, max_len: int
 ) -> Iterator[tuple[int, ...]]:
     """Lengths that make one unit less than a schedule has workers, as many, and one
-    more, over as many requests as can have one in each of their items."""
+    more, over as many requests as can have one in each of their items.
+    """
     schedules = {
         (job.workers, job.block_size * job.ratio, job.item_tokens)
         for job in jobs
@@ -190,7 +193,8 @@ def _few_units(
 
 def _bounds(jobs: Sequence[Job], query_len: int, max_len: int) -> list[int]:
     """Lengths of sequences whose ``query_len`` last tokens lie at and on both sides of
-    every length at which one of ``jobs`` branches, up to ``max_len``, ascending."""
+    every length at which one of ``jobs`` branches, up to ``max_len``, ascending.
+    """
     # Upstream may branch at others, as its top-k: these are powers of two.
     at = {max_len - 1, *(1 << power for power in range(max_len.bit_length()))}
     for job in jobs:

@@ -30,6 +30,7 @@ class View(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "View":
+        """That of ``tensor``."""
         return cls(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
 
 

@@ -99,7 +99,8 @@ class AttnMetadataCudaGraphs:
         self, input_batch: InputBatch, cudagraph_mode: CUDAGraphMode
     ) -> GraphKey | None:
         """The key of a step whose build can be recorded, or None, counted with its
-        reason."""
+        reason.
+        """
         found = key_of(input_batch, cudagraph_mode, self._varlen)
         if isinstance(found, Eager):
             if found == Eager.NOT_FULL and self.coverage.is_exceeded_by(input_batch):
@@ -115,7 +116,8 @@ class AttnMetadataCudaGraphs:
     def capture_keys(self) -> list[GraphKey]:
         """The keys of the uniform FULL decode graphs, largest first, as
         ``CudaGraphManager`` derives these from the configuration: each capture size in
-        whole requests of the query length."""
+        whole requests of the query length.
+        """
         compilation = self.vllm_config.compilation_config
         query_len = self._decode_query_len
         most_tokens = min(
@@ -134,7 +136,8 @@ class AttnMetadataCudaGraphs:
 
     def can_record(self, attn_groups: AttnGroups) -> bool:
         """Whether the builder of every attention group is known. Decided once until
-        ``release``."""
+        ``release``.
+        """
         if self._can_record is None:
             builders = [
                 group.get_metadata_builder()
@@ -184,7 +187,8 @@ class AttnMetadataCudaGraphs:
         fused: FusedBuild | None = None,
     ) -> None:
         """Serve ``key`` by ``refresh``, which refreshes ``attn_metadata`` and reads the
-        jobs of ``fused``. No forward has been given that metadata."""
+        jobs of ``fused``. No forward has been given that metadata.
+        """
         holders = OneStepHolders.of(attn_metadata)
         self._graphs[key] = Kept(way, refresh, attn_metadata, holders, fused)
         if way == Way.IN_GRAPH:
