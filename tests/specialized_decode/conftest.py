@@ -5,6 +5,7 @@ import os
 import sys
 import types
 from itertools import islice
+from types import SimpleNamespace
 
 # Before vllm or triton is imported. An empty device list keeps Triton enabled
 # with no active driver.
@@ -22,6 +23,7 @@ import connector_packages
 import pytest
 from cpu_cuda_graph import CpuCudaGraphs
 from rig import Architecture, Rig, Serving, pretend_architecture
+from vllm.models.deepseek_v41.nvidia.specialized_decode import tp_group
 from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata import proof
 from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.steps import (
     decode_steps,
@@ -37,7 +39,14 @@ def cuda_graphs(monkeypatch):
 
 
 @pytest.fixture
-def make_rig(monkeypatch, cuda_graphs):
+def tp_of_one(monkeypatch):
+    """This process is all of its TP group."""
+    group = SimpleNamespace(world_size=1, rank_in_group=0)
+    monkeypatch.setattr(tp_group, "get_tp_group", lambda: group)
+
+
+@pytest.fixture
+def make_rig(monkeypatch, cuda_graphs, tp_of_one):
     """``make_rig(architecture, query_len, ...)``: a model state with real
     metadata builders over the buffers of a model runner.
 

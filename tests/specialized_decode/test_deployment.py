@@ -10,7 +10,7 @@ from rig import vllm_config
 from vllm.config import CompilationMode, CUDAGraphMode, KVTransferConfig
 from vllm.config.attention import HiSparseConfig
 from vllm.models.deepseek_v41.nvidia import specialized_decode
-from vllm.models.deepseek_v41.nvidia.specialized_decode import deployment
+from vllm.models.deepseek_v41.nvidia.specialized_decode import deployment, tp_group
 from vllm.models.deepseek_v41.nvidia.specialized_decode.deployment import (
     HOPPER_REQUIREMENTS,
     Deployment,
@@ -57,10 +57,9 @@ def other_ranks(monkeypatch):
         for rank in ranks:
             tensor.copy_(torch.minimum(tensor, torch.tensor(rank)))
 
-    monkeypatch.setattr(deployment.dist, "all_reduce", all_reduce)
-    monkeypatch.setattr(
-        deployment, "get_tp_group", lambda: SimpleNamespace(cpu_group="cpu")
-    )
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    group = SimpleNamespace(cpu_group="cpu", world_size=2)
+    monkeypatch.setattr(tp_group, "get_tp_group", lambda: group)
     return ranks
 
 

@@ -12,6 +12,7 @@ from rig import MAX_MODEL_LEN, Architecture, Serving
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 from vllm.config import CUDAGraphMode
+from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata import in_graph
 from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.flashmla_plan import (
     PLANS,
 )
@@ -196,6 +197,16 @@ class TestWhatIsCaptured:
         rig.capture_forward(self.graph(num_active_loras=1))
         assert table in tables_of_jobs(rig)
         assert len(tables_of_jobs(rig)) == 2
+
+    def test_a_rank_without_time_for_proofs_holds_none(
+        self, make_small_rig, monkeypatch
+    ):
+        """Whichever of the TP group it is."""
+        rig = make_small_rig()
+        monkeypatch.setattr(in_graph, "agreed", lambda *_: (False,))
+        rig.record()
+        assert not rig.forward_graphs[2].calls
+        self.check_served(rig, Way.REPLAY)
 
     def test_only_auto_builds_in_the_graphs(self, make_rig):
         for way in (Serving.REPLAY, Serving.LAUNCH):

@@ -1,7 +1,5 @@
 """The lines operators and tools read."""
 
-from collections import Counter
-
 from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata import stats as module
 from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.key import (
     Eager,
@@ -52,11 +50,11 @@ def test_the_line_is_due_after_a_while_and_after_new_steps(monkeypatch):
 
 
 def test_the_start_up_line():
-    served = Counter({Way.IN_GRAPH: 6, Way.REPLAY: 1})
-    assert Report(served, 7, 0.034, 2.0).line() == (
+    ways = (*(Way.IN_GRAPH,) * 6, Way.REPLAY)
+    assert Report(ways, 0.034, 2.0).line() == (
         "metadata of 7 FULL graphs: 6 in_graph, 1 replay; took 0.03 s and 2 MiB"
     )
-    stopped = Report(Counter(), 7, 0.02, 1.0, "OutOfMemoryError: full").line()
+    stopped = Report((Way.EAGER,) * 7, 0.02, 1.0, "OutOfMemoryError: full").line()
     assert stopped == (
         "metadata of 7 FULL graphs: 7 eager; took 0.02 s and 1 MiB; stopped: "
         "OutOfMemoryError: full"

@@ -35,11 +35,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeVar
 
-import torch
-import torch.distributed as dist
 import vllm.envs as envs
 from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
-from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
@@ -48,6 +45,7 @@ from .metadata_readers import (
     reading_connector,
     reading_speculator,
 )
+from .tp_group import agreed
 
 logger = init_logger(__name__)
 
@@ -312,13 +310,6 @@ def _missing_for_executor(vllm_config: VllmConfig) -> tuple[str, ...]:
     return tuple(unsupported(vllm_config))
 
 
-def _agreed(*here: bool) -> tuple[bool, ...]:
-    """What holds on every rank of the TP group, which all must call."""
-    flags = torch.tensor(here, dtype=torch.int32)
-    dist.all_reduce(flags, op=dist.ReduceOp.MIN, group=get_tp_group().cpu_group)
-    return tuple(map(bool, flags.tolist()))
-
-
 def _warn_of_no_effect(
     additional_config: Any, why: str, *heeded: MetadataGraphs
 ) -> None:
@@ -355,9 +346,9 @@ def _missing_on_any_rank(
     if demanded:
         missing[_KERNELS] = missing_for_hopper_kernels(vllm_config)
         missing[_EXECUTOR] = _missing_for_executor(vllm_config)
-    agreed = _agreed(*(not needs for needs in missing.values()))
-    for (what, needs), everywhere in zip(missing.items(), agreed, strict=True):
-        if not needs and not everywhere:
+    everywhere = agreed(*(not needs for needs in missing.values()))
+    for (what, needs), on_all in zip(missing.items(), everywhere, strict=True):
+        if not needs and not on_all:
             missing[what] = ("another tensor-parallel rank to support it",)
     return missing
 

@@ -8,6 +8,7 @@ metadata from device data on every replay: the host has nothing left to do.
 import time
 from typing import Any
 
+from ..tp_group import agreed
 from .fused_build import FusedBuild, UpstreamBuild
 from .holders import without_holders
 from .key import GraphKey
@@ -19,7 +20,7 @@ class InGraphBuilds:
 
     The runner warms a forward up before it captures it: the warm-up proves the
     build, the capture takes it in only if it was proven. After ``max_seconds`` of
-    proofs no more keys are taken in.
+    proofs on any rank of the TP group no more keys are taken in on all of them.
     """
 
     def __init__(self, proven: ProvenBuilds, max_seconds: float) -> None:
@@ -27,6 +28,7 @@ class InGraphBuilds:
         self._max_seconds = max_seconds
         # Spent so far on proving the builds of a capture.
         self.seconds = 0.0
+        self._has_time = True
         # Metadata that no forward has been given.
         self._metadata: dict[GraphKey, dict[str, Any]] = {}
         # The builds in captured graphs, whose tables of jobs those read.
@@ -34,11 +36,18 @@ class InGraphBuilds:
         # Keys of which some graph was captured without its build.
         self._left_out: set[GraphKey] = set()
 
+    def agree_on_budget(self) -> None:
+        """See whether there is time for one more proof; collective over the TP group,
+        and before every warm-up.
+        """
+        if self._has_time:
+            [self._has_time] = agreed(self.seconds <= self._max_seconds)
+
     def warm_up(
         self, build: FusedBuild, build_upstream: UpstreamBuild, max_len: int
     ) -> None:
         """Prove ``build`` and run it before the forward that reads its metadata."""
-        if self.seconds > self._max_seconds:
+        if not self._has_time:
             return
         start = time.perf_counter()
         proven = self._proven.prove(build, build_upstream, max_len)
@@ -82,3 +91,4 @@ class InGraphBuilds:
         self._captured.clear()
         self._left_out.clear()
         self.seconds = 0.0
+        self._has_time = True

@@ -37,7 +37,7 @@ from .in_graph import InGraphBuilds
 from .key import Eager, GraphKey
 from .padded_builds import PaddedBuilds
 from .proven_builds import ProvenBuilds
-from .recording import MAX_SECONDS, Recorder, Report
+from .recording import MAX_SECONDS, Recorder, Report, log_over_ranks
 from .stats import Way
 from .verify import Verifier
 
@@ -131,6 +131,8 @@ class DeepseekV41DeviceMetadataModelState(DeepseekV41ModelState):
                 input_buffers, block_tables, attn_groups, kv_cache_config
             )
             if self.metadata_graphs == MetadataGraphs.AUTO:
+                if not torch.cuda.is_current_stream_capturing():
+                    self.in_graph.agree_on_budget()
                 build = builds.fused(key, attn_metadata)
         if build is None:
             self.in_graph.leave_out(key)
@@ -150,12 +152,10 @@ class DeepseekV41DeviceMetadataModelState(DeepseekV41ModelState):
         are served.
         """
         where = input_buffers, block_tables, attn_groups, kv_cache_config
-        report = self.record_metadata_graphs(*where)
-        if is_global_first_rank():
-            logger.info("DeepSeek-V4.1 decode: %s.", report.line())
-            shortfall = self.graphs.coverage.shortfall(self.max_num_reqs)
-            if shortfall is not None:
-                logger.warning("DeepSeek-V4.1 decode: %s.", shortfall)
+        log_over_ranks(self.record_metadata_graphs(*where))
+        shortfall = self.graphs.coverage.shortfall(self.max_num_reqs)
+        if shortfall is not None and is_global_first_rank():
+            logger.warning("DeepSeek-V4.1 decode: %s.", shortfall)
         super().capture_inner_cudagraphs(*where)
 
     def record_metadata_graphs(
@@ -166,7 +166,7 @@ class DeepseekV41DeviceMetadataModelState(DeepseekV41ModelState):
         kv_cache_config: KVCacheConfig,
     ) -> Report:
         """Take the builds of the FULL graphs captured last off the host, in place of
-        what was recorded earlier.
+        what was recorded earlier; collective over the TP group.
         """
         builds = self._builds(input_buffers, block_tables, attn_groups, kv_cache_config)
         self._recorded_owners = _owners(

@@ -11,6 +11,7 @@ from vllm.logger import init_logger
 
 from ..deployment import MetadataGraphs
 from ..runtime.metadata_graphs import AttnMetadataCudaGraphs
+from ..tp_group import agreed, gathered, rank
 from .graph_capture import record
 from .key import GraphKey
 from .padded_builds import PaddedBuilds
@@ -27,20 +28,26 @@ MAX_MIB = 1024.0
 
 @dataclass(frozen=True)
 class Report:
-    """How the steps of the FULL graphs get their metadata after start-up."""
+    """How the steps of the FULL graphs get their metadata on this rank, by graph, the
+    largest first.
+    """
 
-    served: Counter[Way]
-    keys: int
+    ways: tuple[Way, ...]
     seconds: float
     mib: float
     stopped: str | None = None
 
+    @property
+    def served(self) -> Counter[Way]:
+        """Graphs whose steps need no eager build."""
+        return Counter(way for way in self.ways if way != Way.EAGER)
+
     def line(self) -> str:
         """It as one line for the log."""
-        ways = self.served + Counter({Way.EAGER: self.keys - self.served.total()})
+        ways = Counter(self.ways)
         counts = ", ".join(f"{ways[way]} {way}" for way in Way if ways[way])
         text = (
-            f"metadata of {self.keys} FULL graphs: {counts or 'none'}; took "
+            f"metadata of {len(self.ways)} FULL graphs: {counts or 'none'}; took "
             f"{self.seconds:.2f} s and {self.mib:.0f} MiB"
         )
         if self.stopped is not None:
@@ -48,10 +55,30 @@ class Report:
         return text
 
 
+def log_over_ranks(report: Report) -> None:
+    """Log the ``report`` of the TP group's first rank, and of each rank whose steps get
+    their metadata in other ways: a step takes as long as on the slowest. Collective
+    over the group.
+    """
+    ways = gathered(report.ways)
+    here = rank()
+    others = [str(other) for other, its in enumerate(ways) if its != ways[0]]
+    if here == 0:
+        differs = f"; other ways on TP ranks {', '.join(others)}" if others else ""
+        logger.info("DeepSeek-V4.1 decode: %s%s.", report.line(), differs)
+    elif ways[here] != ways[0]:
+        logger.warning(
+            "DeepSeek-V4.1 decode: TP rank %d, other than rank 0: %s.",
+            here,
+            report.line(),
+        )
+
+
 @dataclass(frozen=True)
 class Recorder:
     """Takes the builds of FULL graphs off the host, in the best way that
-    ``metadata_graphs`` allows and that is proven.
+    ``metadata_graphs`` allows and that is proven. The TP group ends it together, as a
+    rank that goes on alone makes no step faster.
     """
 
     graphs: AttnMetadataCudaGraphs
@@ -61,10 +88,11 @@ class Recorder:
 
     def record_all(self, keys: Iterable[GraphKey], spent: float) -> Report:
         """Record the build of each key that has none, the largest first, after
-        ``spent`` seconds of proofs for those that have one.
+        ``spent`` seconds of proofs for those that have one; collective over the TP
+        group, with the same ``keys``.
 
-        A failure ends this, not the start-up: what is recorded by then serves, and
-        every other step builds eagerly.
+        A failure on any rank ends this on all, not the start-up: what is recorded by
+        then serves, and every other step builds eagerly.
         """
         keys = sorted(keys, key=lambda key: key[::-1], reverse=True)
         stopped = None
@@ -74,7 +102,8 @@ class Recorder:
         free_bytes = torch.cuda.mem_get_info()[0]
         seconds = mib = 0.0
         for key in keys:
-            if stopped is not None:
+            if not all(agreed(stopped is None)):
+                stopped = stopped or "another TP rank did"
                 break
             if key in self.graphs:
                 continue
@@ -89,7 +118,8 @@ class Recorder:
                 stopped = f"over the budget of {MAX_SECONDS:.0f} s"
             if stopped is None and mib > MAX_MIB:
                 stopped = f"over the budget of {MAX_MIB:.0f} MiB"
-        return Report(self.graphs.served(), len(keys), spent + seconds, mib, stopped)
+        ways = tuple(map(self.graphs.way, keys))
+        return Report(ways, spent + seconds, mib, stopped)
 
     def _record(self, key: GraphKey) -> None:
         builds = self.builds

@@ -194,6 +194,11 @@ class AttnMetadataCudaGraphs:
         if way == Way.IN_GRAPH:
             self.in_graph[key] = attn_metadata
 
+    def way(self, key: GraphKey) -> Way:
+        """How the steps of ``key`` get their metadata."""
+        kept = self._graphs.get(key)
+        return Way.EAGER if kept is None else kept.way
+
     def served(self) -> Counter[Way]:
         """How many keys are served each way."""
         return Counter(kept.way for kept in self._graphs.values())
