@@ -13,12 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 from vllm.config import CUDAGraphMode
 from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata import in_graph
-from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.flashmla_plan import (
-    PLANS,
-)
-from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.holders import (
-    OneStepHolders,
-)
 from vllm.models.deepseek_v41.nvidia.specialized_decode.metadata.key import (
     Eager,
 )
@@ -400,15 +394,6 @@ class TestWhatIsHandedOut:
                 left, right = getattr(handed_out[layer], name), getattr(metadata, name)
                 assert left.data_ptr() == right.data_ptr(), (layer, name)
                 assert left.shape == right.shape, (layer, name)
-
-    def test_it_has_no_one_step_holders(self, any_rig):
-        handed_out = any_rig.run(FULL)
-        assert OneStepHolders.of(handed_out).plans == ()
-        window = handed_out["window"]
-        assert window.flashinfer_sparse_index_cache is None
-        assert all(getattr(window, plan) is None for plan in PLANS)
-        sparse = getattr(handed_out["full.indexer"], "sparse_decode", None)
-        assert sparse is None
 
     def test_an_eager_flashmla_forward_on_it_fails(self, rig):
         plan = rig.run(FULL)["window"].tile_sched_swaonly

@@ -132,36 +132,28 @@ def test_a_recording_keeps_its_table_of_jobs(make_rig):
     assert table() is None
 
 
-def test_a_used_plan_retires_its_recording(rig):
-    """A FlashMLA plan is good for one step: an object whose plan a forward has
-    made is never handed out again.
-    """
-    metadata = rig.build(rig.fill(STEP))
-    metadata["window"].tile_sched_swaonly.have_initialized = True
-    again = rig.build(rig.fill(STEP))
-    assert not served_from_recording(rig, again)
-    assert not again["window"].tile_sched_swaonly.have_initialized
-    assert rig.state.graphs.stats.eager == {Eager.USED_HOLDER: 1}
-    # Other shapes are as good as before.
-    assert served_from_recording(rig, rig.build(rig.fill(replace(STEP, padded_reqs=8))))
-
-
-def test_a_used_sparse_schedule_retires_its_recording(make_rig):
-    rig = make_rig(Architecture.SM100, 1)
+@pytest.mark.parametrize("way", list(Serving))
+@pytest.mark.parametrize(
+    ("architecture", "layer", "holder"),
+    [
+        (Architecture.SM90, "window", "tile_sched_swaonly"),
+        (Architecture.SM100, "full.indexer", "sparse_decode"),
+        (Architecture.SM100, "window", "flashinfer_sparse_index_cache"),
+    ],
+)
+def test_what_is_handed_out_holds_nothing_of_one_step(
+    make_rig, way, architecture, layer, holder
+):
+    """A FlashMLA plan is good for one step: a forward fails where it would be."""
+    rig = make_rig(architecture, 1, way)
+    rig.keep_graphs(4)
     rig.record()
-    metadata = rig.build(rig.fill(STEP))
-    metadata["full.indexer"].sparse_decode.kernel_metadata = torch.zeros(1)
-    assert not served_from_recording(rig, rig.build(rig.fill(STEP)))
-    assert rig.state.graphs.stats.eager == {Eager.USED_HOLDER: 1}
-
-
-def test_a_used_index_cache_retires_its_recording(make_rig):
-    rig = make_rig(Architecture.SM100, 1)
-    rig.record()
-    metadata = rig.build(rig.fill(STEP))
-    metadata["window"].flashinfer_sparse_index_cache["x"] = (torch.zeros(1),) * 2
-    assert not served_from_recording(rig, rig.build(rig.fill(STEP)))
-    assert rig.state.graphs.stats.eager == {Eager.USED_HOLDER: 1}
+    step = Step((200, 300), 4, 1)
+    handed_out = rig.build(rig.fill(step))
+    assert rig.state.graphs.stats.served.total() == 1
+    assert getattr(handed_out[layer], holder) is None
+    eager = rig.eager(step)
+    assert getattr(eager[layer], holder) is not None
 
 
 def test_other_buffers_than_the_recorded_ones_are_stale(rig):

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one-step state in attention metadata, which recorded metadata must not have."""
+"""The one-step state in attention metadata, which recorded metadata must not have.
+
+The first forward of a step fills it, as a FlashMLA plan, and later layers of that step
+trust it: in an object that lives on, it would be of another step.
+"""
 
 import copy
 import dataclasses
 from collections.abc import Iterator, Mapping
-from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.v1.attention.backends.mla.sparse_indexer import (
     SparseMQARowsMetadata,
@@ -26,48 +29,6 @@ def _holders(layer_metadata: Any) -> Iterator[tuple[str, Any]]:
             or (field.name == "flashinfer_sparse_index_cache" and value is not None)
         ):
             yield field.name, value
-
-
-class OneStepHolders(NamedTuple):
-    """The objects in metadata that the first forward of a step fills and later
-    layers of that step trust.
-
-    They are good for one step, so recorded metadata, which lives on, must never
-    reach a forward that fills them.
-    """
-
-    plans: tuple[FlashMLASchedMeta, ...]
-    index_caches: tuple[dict[str, Any], ...]
-    sparse_schedules: tuple[SparseMQARowsMetadata, ...]
-
-    @classmethod
-    def of(cls, metadata: Mapping[str, Any]) -> "OneStepHolders":
-        """Those of ``metadata``, a mapping of layer names; layers share them."""
-        plans, index_caches, sparse_schedules = {}, {}, {}
-        for layer_metadata in metadata.values():
-            for _, holder in _holders(layer_metadata):
-                if isinstance(holder, FlashMLASchedMeta):
-                    plans[id(holder)] = holder
-                elif isinstance(holder, SparseMQARowsMetadata):
-                    sparse_schedules[id(holder)] = holder
-                else:
-                    index_caches[id(holder)] = holder
-        return cls(
-            tuple(plans.values()),
-            tuple(index_caches.values()),
-            tuple(sparse_schedules.values()),
-        )
-
-    def used(self) -> bool:
-        """Whether a forward has filled any. Called on every replay."""
-        return (
-            any(map(_have_initialized, self.plans))
-            or any(self.index_caches)
-            or any(s.kernel_metadata is not None for s in self.sparse_schedules)
-        )
-
-
-_have_initialized = attrgetter("have_initialized")
 
 
 def without_holders(metadata: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from typing import Any
 
 from ..tp_group import agreed
 from .fused_build import FusedBuild, UpstreamBuild
-from .holders import without_holders
 from .key import GraphKey
 from .proven_builds import ProvenBuilds
 
@@ -52,8 +51,7 @@ class InGraphBuilds:
         start = time.perf_counter()
         proven = self._proven.prove(build, build_upstream, max_len)
         if proven is not None:
-            metadata = build_upstream(build.attn_groups)
-            self._metadata[build.key] = without_holders(metadata)
+            self._metadata[build.key] = build_upstream(build.attn_groups)
             proven.launch()
         self.seconds += time.perf_counter() - start
 

@@ -48,8 +48,6 @@ class Eager(StrEnum):
     """A builder is none that the jobs of a fused build are known of."""
     STALE = "stale"
     """The step's buffers are not those of the recording."""
-    USED_HOLDER = "used_holder"
-    """A forward has filled the recorded object's one-step state."""
     DIFFERED = "differed"
     """An earlier step of the key was verified, and was not as upstream's build."""
     UNRECORDED = "unrecorded"

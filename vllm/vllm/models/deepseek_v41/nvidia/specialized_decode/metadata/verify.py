@@ -42,9 +42,9 @@ class Verifier:
 
         The buffers hold the latter then.
         """
-        inputs = self._builds.inputs(key)
-        outputs = outputs_of(kept.attn_metadata, inputs)
         fused = kept.fused
+        metadata = kept.attn_metadata if fused is None else fused.attn_metadata
+        outputs = outputs_of(metadata, self._builds.inputs(key))
         if kept.way == Way.IN_GRAPH and fused is not None:
             # The forward graph has yet to do it.
             fused.launch()

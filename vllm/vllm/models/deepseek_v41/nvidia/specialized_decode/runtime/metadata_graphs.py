@@ -29,7 +29,7 @@ from ..metadata.coverage import Coverage
 from ..metadata.forked_build import forked_build
 from ..metadata.fused_build import AttnGroups, BuildFn, FusedBuild
 from ..metadata.graph_capture import record
-from ..metadata.holders import OneStepHolders
+from ..metadata.holders import without_holders
 from ..metadata.jobs import knows
 from ..metadata.key import Eager, GraphKey, key_of
 from ..metadata.stats import MetadataGraphStats, Way
@@ -49,8 +49,6 @@ class Kept(NamedTuple):
     # Refreshes what the forward graph reads.
     refresh: Callable[[], None]
     attn_metadata: dict[str, Any]
-    # What a forward fills in attn_metadata, and must not have.
-    holders: OneStepHolders
     # Kept alive: what refresh reads on the device.
     fused: FusedBuild | None
 
@@ -187,10 +185,10 @@ class AttnMetadataCudaGraphs:
         fused: FusedBuild | None = None,
     ) -> None:
         """Serve ``key`` by ``refresh``, which refreshes ``attn_metadata`` and reads the
-        jobs of ``fused``. No forward has been given that metadata.
+        jobs of ``fused``.
         """
-        holders = OneStepHolders.of(attn_metadata)
-        self._graphs[key] = Kept(way, refresh, attn_metadata, holders, fused)
+        attn_metadata = without_holders(attn_metadata)
+        self._graphs[key] = Kept(way, refresh, attn_metadata, fused)
         if way == Way.IN_GRAPH:
             self.in_graph[key] = attn_metadata
 
@@ -209,7 +207,8 @@ class AttnMetadataCudaGraphs:
 
         None, counted, where the key was not recorded: the caller then builds
         eagerly. The metadata is the same object on every replay; it must reach
-        no forward but the replayed FULL graph.
+        no forward but the replayed FULL graph, and another would fail at it: what is
+        good for one step is not in it.
         """
         kept = self._graphs.get(key)
         if kept is None:
@@ -221,16 +220,6 @@ class AttnMetadataCudaGraphs:
                     *key,
                 )
             self.build_eagerly(why)
-            return None
-        if kept.holders.used():
-            # Whoever used it has broken the rule above. The buffers are right all
-            # the same, but the object is not fit to be handed out again.
-            self.retire(key, Eager.USED_HOLDER)
-            logger.error(
-                "DeepSeek-V4.1 decode: a forward has used recorded attention "
-                "metadata; its steps build eagerly from now on. Please report this."
-            )
-            self.build_eagerly(Eager.USED_HOLDER)
             return None
         kept.refresh()
         self.stats.refreshed[kept.way] += 1
