@@ -131,12 +131,17 @@ patches) python ci/each_patch.py "$@" ;;
 all)
     run_lint
     run_types
+    failed=()
     # Each in a process of its own: what vllm is when imported, a CPU build or a
     # GPU one, follows from the environment that its tests set.
     for folder in patchstack specialized_decode identity upstream real_run; do
-        run_pytest "tests/$folder" "$@"
+        run_pytest "tests/$folder" "$@" || failed+=("tests/$folder")
     done
     # Arguments are pytest's, to choose among our own tests.
-    (($#)) || run_upstream python
+    (($#)) || run_upstream python || failed+=("test.sh upstream")
+    if ((${#failed[@]})); then
+        echo "test.sh: failed: ${failed[*]}" >&2
+        exit 1
+    fi
     ;;
 esac
