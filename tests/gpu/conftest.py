@@ -26,6 +26,11 @@ def pytest_addoption(parser):
         default=1,
         help="tokens a request decodes per step; above 1 with DSpark",
     )
+    parser.addoption(
+        "--adaptive",
+        action="store_true",
+        help="with adaptive verification; needs a --query-len above 1",
+    )
     parser.addoption("--soak", type=int, default=1000, help="steps of the soak test")
     parser.addoption("--layers", type=int, default=8, choices=(8, 40))
 
@@ -36,13 +41,21 @@ def query_len(request) -> int:
 
 
 @pytest.fixture(scope="session")
+def adaptive(request, query_len) -> bool:
+    adaptive = request.config.getoption("--adaptive")
+    if adaptive and query_len == 1:
+        pytest.fail("--adaptive needs a --query-len above 1")
+    return adaptive
+
+
+@pytest.fixture(scope="session")
 def profiled():
     """How many recordings memory profiling held before and after its end."""
     return []
 
 
 @pytest.fixture(scope="session")
-def engine(request, query_len, profiled, tmp_path_factory):
+def engine(request, query_len, adaptive, profiled, tmp_path_factory):
     import torch
 
     if not torch.cuda.is_available():
@@ -65,6 +78,7 @@ def engine(request, query_len, profiled, tmp_path_factory):
         str(model),
         query_len,
         decode_backend="latency_specialized",
+        dspark={"enable_adaptive_verification": adaptive},
         max_model_len=4096,
         # Small enough for copies and checksums of all of it.
         num_gpu_blocks_override=4096,
